@@ -1,4 +1,4 @@
-"""Context parallelism by all-gather: each device gathers all keys and values for its queries.
+"""Context parallelism by all-gather: each device gathers the keys and values of all positions.
 
 The gathered arrays need O(S) memory per device, for one layer at a time: the backward pass gathers
 again instead of saving them.
@@ -42,7 +42,7 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def attend(request: Request) -> Result:
-    """Computes the request; intermediates are float32, or float64 for float64 inputs."""
+    """Computes the request; sums are float32, or float64 for float64 inputs."""
     return common.attend(request, _local)
 
 
@@ -74,9 +74,9 @@ def _by_parts(
     seed: Seed | None,
     score_mod: Mod | None,
 ) -> tuple[jax.Array, ...]:
-    """Applies `compute` to each of this device's `static.parts` contiguous ranges of queries, with
-    the keys and values of all devices, and joins its results. Results that are None are left out.
-    """
+    """Applies `compute`, which has the arguments of `attention.core`, to each of this device's
+    `static.parts` contiguous ranges of queries, with the keys and values of all devices, and joins
+    its results along the queries. Results that are None are left out."""
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
     queries = common.split_parts(static, query)
 
@@ -139,8 +139,8 @@ def _starts(static: Static) -> jax.Array:
 
 
 def _map_parts(function: Callable[[In], Out], parts: In) -> Out:
-    """Stacks the results `function(parts[i])`, computed one after another; a single part needs no
-    loop."""
+    """Computes `function` of each entry of `parts`, arrays with a common first axis, one after
+    another, and stacks the results; a single entry needs no loop."""
     found: Out
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         found = function(jax.tree.map(lambda x: x[0], parts))
@@ -152,7 +152,8 @@ def _map_parts(function: Callable[[In], Out], parts: In) -> Out:
 def _gather(
     static: Static, x: Float[jax.Array, "B K s d"], dtype: np.dtype[np.floating]
 ) -> Float[jax.Array, "B K S d"]:
-    """All-gathers keys or values, and undoes zig-zag order, so that they are sorted by position."""
+    """All-gathers keys or values, sorts them by position if they were in zig-zag order, and only then
+    casts them to `dtype`."""
     x = jax.lax.all_gather(x, static.axis, axis=2, tiled=True)
     if static.zigzag:
         x = jnp.take(x, np.argsort(sharding.zigzag_order(static.S, static.devices)), axis=2)
@@ -160,8 +161,8 @@ def _gather(
 
 
 def _scatter(static: Static, x: Float[jax.Array, "B K S d"]) -> Float[jax.Array, "B K s d"]:
-    """Sums gradients of keys or values over devices, and gives each device those of the positions
-    that it holds."""
+    """Sums gradients of keys or values, sorted by position, over devices, and gives each device those
+    of the positions that it holds, in their order there."""
     if static.zigzag:
         x = jnp.take(x, sharding.zigzag_order(static.S, static.devices), axis=2)
     scatter: Any = jax.lax.psum_scatter

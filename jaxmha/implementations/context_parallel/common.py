@@ -1,5 +1,5 @@
-"""Code that ring and all-gather share: the positions that each device holds, and the mask
-conditions between a contiguous range of queries and one of keys, which are called parts."""
+"""Code that ring and all-gather share: the call of each device, the positions that it holds, and the
+mask conditions between a contiguous range of queries and one of keys, which are called parts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,20 +24,20 @@ from jaxmha.implementations.tiled.tile import Config
 from jaxmha.implementations.tiled.tiling import Shaped, Tiling, tiling_for
 from jaxmha.implementations.tiled.tuning import tuning_for
 
-# Positions as Python ints, NumPy arrays or traced values.
+# One position or several, or indices of devices: a Python int, a NumPy array or a traced value.
 Positions: TypeAlias = Index | np.ndarray[Any, np.dtype[np.integer]]
 Truths: TypeAlias = jax.Array | bool | np.bool_ | np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Static(NamedTuple):
-    """Static configuration of one call.
+    """Static config of one call, equal on all devices.
 
     Attributes:
-      config: config of tiled attention for the whole request.
+      config: config of tiled attention for the whole request, in which `lse` is True.
       axis: the mesh axis over which positions are sharded.
       devices: the size of that axis.
       zigzag: whether each device holds two parts of the positions, an early and a late one.
-      T, S: global sizes.
+      T, S: sizes of the whole request.
     """
 
     config: Config
@@ -53,7 +53,8 @@ class Static(NamedTuple):
         return 2 if self.zigzag else 1
 
     def starts(self, device: Positions, size: int) -> list[Positions]:
-        """The first position of each part that `device` holds; `size` is T or S."""
+        """The first position of each part that `device`, an index on the mesh axis, holds; several
+        devices may be given as an array. `size` is T or S."""
         if not self.zigzag:
             return [device * (size // self.devices)]
         part = size // (2 * self.devices)
@@ -62,13 +63,15 @@ class Static(NamedTuple):
 
 OutLse: TypeAlias = tuple[Float[jax.Array, "B N t h"], Float[jax.Array, "B N t"]]
 # Computes output and lse of one device's queries over the keys and values of all devices:
-# `(static, query, key, value, bias, traced, seed, score_mod) -> (out, lse)`. Query, key and value,
-# and the rows of bias and dense mask, are those of one device; the other mask conditions are whole.
+# `(static, query, key, value, bias, traced, seed, score_mod) -> (out, lse)`. All arguments are for the
+# batch rows and heads of this device. Query, key and value, and the rows of bias and dense mask, are
+# those of its positions; the other mask conditions in `traced` are for the positions of all devices.
 Local: TypeAlias = Callable[..., OutLse]
 
 
 def unsupported(request: Request) -> str | None:
-    """The reason why positions cannot be sharded over devices; None: they can."""
+    """The reason why neither ring nor all-gather can compute the request; None: there is none that
+    holds for both."""
     axes = sharding.current()
     if axes is None or axes.context is None:
         return (
@@ -101,8 +104,8 @@ def distributed_core(
     """Computes `attention.core` on many devices, each of which runs `local`.
 
     Masks of rows and keys and segment ids are small, so every device holds them for all positions;
-    devices exchange only keys, values and their gradients. `dtype`: of keys and values in the
-    request, in which devices exchange them.
+    devices exchange keys, values and gradients, but no masks. `dtype`: of keys and values in the
+    request, in which devices exchange them, although `attention.core` gets them in another dtype.
     """
     B, N, T, _ = query.shape
     K, S = key.shape[1:3]
@@ -156,7 +159,8 @@ def distributed_core(
 
 def _condition_specs(conditions: Conditions, split: shard_map.Split) -> Conditions:
     """Returns `conditions` with each array replaced by its partition spec."""
-    # Axes by rank: 1: offsets; 2: row masks, key masks and segment ids; 4: the dense mask.
+    # Axis letters of `Split.spec` by rank: 1: offsets; 2: masks of rows and keys, and segment ids,
+    # whose positions are replicated; 4: the dense mask, whose rows are sharded.
     letters = {1: "b", 2: "b?", 4: "bnc?"}
     arrays: Any = conditions._replace(mod=None)
     specs: Conditions = jax.tree.map(lambda x: split.spec(x.shape, letters[x.ndim]), arrays)
@@ -164,7 +168,8 @@ def _condition_specs(conditions: Conditions, split: shard_map.Split) -> Conditio
 
 
 class Pair(NamedTuple):
-    """Arguments of `attention.core` for one contiguous range (part) of queries and one of keys."""
+    """Arguments of `attention.core`, other than the arrays of heads and the bias, for one contiguous
+    range (part) of queries and one of keys; positions count from the start of each."""
 
     tiling: Tiling
     config: Config
@@ -184,7 +189,9 @@ def pair_of_parts(
     score_mod: Mod | None = None,
 ) -> Pair:
     """Tiling, config, conditions, seed and score function for queries `b n t H` from position `t`
-    on and keys `b k s H` from position `s` on; only the shapes of queries and keys are used."""
+    on and keys `b k s H` from position `s` on, of which only shapes and dtypes are used. `traced`,
+    `seed` and `score_mod` are for all positions, but for a dense mask, which has only these queries.
+    """
     T, S = query.shape[2], key.shape[2]
     below, above = bounds(static, traced)
     shift = jnp.asarray(t - s, jnp.int32)
@@ -220,8 +227,8 @@ def pair_of_parts(
 
 
 def bounds(static: Static, traced: Conditions) -> tuple[int | None, Index | None]:
-    """Bounds `i - below <= j <= i + above` of the whole request, by its window and causal offset;
-    None: no bound. `above` may be a traced array `B`."""
+    """Bounds `i - below <= j <= i + above` between positions of the whole request, by its window and
+    causal offset; None: no bound. `above` may be a traced array `b`, of offsets by batch row."""
     below, right = static.config.window
     offset = static.config.above if traced.above is None else traced.above
     both = [x for x in (right, offset) if x is not None]
@@ -234,7 +241,9 @@ def bounds(static: Static, traced: Conditions) -> tuple[int | None, Index | None
 def any_allowed(
     below: int | None, above: Index | None, t: Positions, T: int, s: Positions, S: int
 ) -> Truths:
-    """True if the bounds allow any pair of T queries from position t and S keys from position s."""
+    """False if one of the bounds (see `bounds`) masks all pairs of T queries from position t on and S
+    keys from position s on, in all batch rows; else True, even if both bounds together mask all.
+    """
     found: Truths = True
     if above is not None:
         largest = above if isinstance(above, int) else jnp.max(above)
@@ -247,19 +256,22 @@ def any_allowed(
 def split_parts(
     static: Static, x: Num[jax.Array, "b n t *d"]
 ) -> Num[jax.Array, "{static.parts} b n _ *d"]:
-    """Splits a device's positions into contiguous ranges (parts), stacked on a new first axis."""
+    """Splits a device's positions, the third axis, into contiguous ranges (parts), stacked on a new
+    first axis."""
     b, n, t, *rest = x.shape
     return jnp.moveaxis(x.reshape(b, n, static.parts, t // static.parts, *rest), 2, 0)
 
 
 def join_parts(x: Num[jax.Array, "parts b n t *d"]) -> Num[jax.Array, "b n _ *d"]:
-    """Undoes `split_parts`: joins the parts along the axis of positions."""
+    """Joins parts on the first axis along the axis of positions, as a device holds them: the inverse of
+    `split_parts`."""
     x = jnp.moveaxis(x, 0, 2)
     b, n, parts, t, *rest = x.shape
     return x.reshape(b, n, parts * t, *rest)
 
 
 def attend(request: Request, local: Local) -> Result:
-    """Computes the request by tiled attention; each device runs `local` instead of its core."""
+    """Computes the request by tiled attention, with `local` on each device in the place of
+    `attention.core`."""
     dtype = np.dtype(request.query.dtype)
     return attention.attend(request, partial(distributed_core, local, dtype))

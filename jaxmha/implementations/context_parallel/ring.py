@@ -2,8 +2,9 @@
 
 Each device keeps its queries, receives the keys and values of one device at a time, and folds them
 into its online-softmax state. In the backward pass the gradients of keys and values rotate with
-them. Hops that a window or causality masks fully are skipped. Sums accumulate in place and arriving
-tiles reuse the buffers of departing ones, so that memory per device falls as devices are added.
+them. Hops at which the window or a static causal offset masks all pairs on all devices are skipped.
+Sums accumulate in place and arriving tiles reuse the buffers of departing ones, so that memory per
+device falls as devices are added.
 Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
 """
 
@@ -46,7 +47,7 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def attend(request: Request) -> Result:
-    """Computes the request; intermediates are float32, or float64 for float64 inputs."""
+    """Computes the request; sums are float32, or float64 for float64 inputs."""
     return common.attend(request, _local)
 
 
@@ -87,7 +88,8 @@ def _softmax(
     seed: Seed | None,
     score_mod: Mod | None,
 ) -> Softmax:
-    # Scores are transposed as in the backward pass, so that logits round equally in both.
+    # Scores are transposed, `s r`, as those of the backward pass always are: logits then round
+    # equally in both passes.
     static = static._replace(config=static.config._replace(transposed=True))
     part = _part(static, query, key, traced, seed)
     rows = jnp.stack(
@@ -190,7 +192,8 @@ _ring.defvjp(_forward, _backward)
 
 
 class _Shared(NamedTuple):
-    """Inputs that are the same at every hop of the ring."""
+    """Mask conditions, dropout seed and score function for the batch rows and heads of this device and
+    the positions of all devices: the same at every hop."""
 
     traced: Conditions
     seed: Seed | None
@@ -221,15 +224,15 @@ def _part(
 
 
 def _barrier(x: Tree) -> Tree:
-    """Makes XLA materialise the tiled rows once: otherwise it recomputes them inside the loop over
-    hops, and holds two copies."""
+    """Returns `x`, tiled rows, and makes XLA materialise them once: otherwise it recomputes them inside
+    the loop over hops, and holds two copies."""
     held: Tree = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
     return held
 
 
 def _encode(static: Static, part: _Part, *arrays: Float[jax.Array, "B K s _"]) -> Arrays:
-    """Tiles keys and values for the ring. Half precision is bitcast to uint16: XLA:CPU upcasts a
-    whole half-precision array to slice or permute it."""
+    """Tiles keys and values for the ring: `parts *tiles keys d`. Half precision is bitcast to uint16:
+    XLA:CPU upcasts a whole half-precision array to slice or permute it."""
     found = []
     for x in arrays:
         tiles = [layout.to_kv_tiles(part.tiling, y) for y in common.split_parts(static, x)]
@@ -260,9 +263,9 @@ def _rotate(
     """Sends `rotating` around the ring and folds it into `carry`.
 
     Computes `carry, rotating = fold(carry, rotating, i, j, pair)` for every part (contiguous range)
-    i of this device's queries and every part j of any device's keys between which the bounds allow
-    a pair. Returns carry, rotating, and the number of hops between each rotating array and its home
-    device.
+    i of this device's queries and, as each device's keys pass, every part j of them, unless a bound
+    masks all pairs of i and j. Returns carry, rotating, and the number of hops between each rotating
+    array and its home device.
     """
     device = jax.lax.axis_index(static.axis)
     traced, seed, score_mod = shared
@@ -317,8 +320,8 @@ def _rotate(
 
 
 def _runs(static: Static, traced: Conditions) -> list[tuple[int, int]]:
-    """Ranges (first, last) of consecutive hops at which the bounds allow a pair on some device. All
-    others are skipped: arrays are sent from a range to the next at once."""
+    """Ranges (first, last) of consecutive hops, without those at which the window or a static causal
+    offset masks all pairs on all devices: arrays are sent from a range to the next at once."""
     below, above = common.bounds(static, traced)
     if above is not None and not isinstance(above, int):
         above = None
@@ -356,13 +359,14 @@ def _send(static: Static, arrays: Arrays, hops: int) -> Arrays:
     return tuple(_in_place(permute, x) for x in arrays)
 
 
-# `_in_place` sends an array in at most PIECES pieces, and whole if it has at most SMALL bytes.
+# `_in_place` sends an array in at most PIECES equal pieces, but whole if it has at most SMALL bytes.
 PIECES, SMALL = 16, 2**18
 
 
 def _in_place(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Computes `send(x)` of an array `... keys d`, piece by piece if it is large: each arriving
-    piece overwrites the piece just sent, so that only one piece needs additional memory."""
+    """Computes `send(x)` of an array `... keys d`, piece by piece if it is large and the keys can be
+    divided evenly: each arriving piece overwrites the piece just sent, so that only one piece needs
+    additional memory."""
     s = x.shape[-2]
     count = max(n for n in range(1, PIECES + 1) if s % n == 0)
     if x.nbytes <= SMALL or count == 1:

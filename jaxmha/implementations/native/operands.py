@@ -100,8 +100,8 @@ class Residuals(NamedTuple):
 
 
 # Number of axes of each field of `Problem` and `Residuals` after the batch axes.
-AXES: tuple[int, ...] = (3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 0)
-AXES_OF_RESIDUALS: tuple[int, ...] = (2, 2, 3, 2)
+RANKS: tuple[int, ...] = (3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 0)
+RANKS_OF_RESIDUALS: tuple[int, ...] = (2, 2, 3, 2)
 
 
 def absent(dtype: Any) -> jax.Array:
@@ -161,8 +161,8 @@ def bounds(conditions: Conditions) -> tuple[int, int]:
     return FAR if left is None else left, min([FAR, *above])
 
 
-def batch(arrays: tuple[Any, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes of the batch axes, broadcast over all operands that are present. `axes`: the number of
+def batch(arrays: tuple[Any, ...], ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of the batch axes, broadcast over all operands that are present. `ranks`: the number of
     axes of each operand after its batch axes."""
-    shapes = [x.shape[: x.ndim - n] for x, n in zip(arrays, axes, strict=True) if x.size]
+    shapes = [x.shape[: x.ndim - n] for x, n in zip(arrays, ranks, strict=True) if x.size]
     return np.broadcast_shapes(*shapes)

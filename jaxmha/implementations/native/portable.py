@@ -18,9 +18,9 @@ from jaxmha.implementations import reference
 from jaxmha.implementations.base import Request
 from jaxmha.implementations.mods import trace
 from jaxmha.implementations.native.operands import (
-    AXES,
-    AXES_OF_RESIDUALS,
     FAR,
+    RANKS,
+    RANKS_OF_RESIDUALS,
     Problem,
     Residuals,
     Settings,
@@ -47,7 +47,7 @@ def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list
         row_max = jnp.where(some, lse / unit(settings, problem), np.finfo(np.float32).min)
         return out.astype(settings.out), row_max, some.astype(np.float32)
 
-    return list(_over_batch(one, operands, AXES))
+    return list(_over_batch(one, operands, RANKS))
 
 
 def attend_backward(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
@@ -65,8 +65,8 @@ def attend_backward(settings: Settings, *operands: Any, by: ModuleType = blocked
         found = _pulled(run, problem[:3], residuals)
         return *found, jnp.zeros(residuals.row_max.shape, np.float32)
 
-    axes = (*AXES, *AXES_OF_RESIDUALS, 3)
-    return list(_over_batch(one, operands, axes))
+    ranks = (*RANKS, *RANKS_OF_RESIDUALS, 3)
+    return list(_over_batch(one, operands, ranks))
 
 
 def bias_gradient(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
@@ -80,12 +80,12 @@ def bias_gradient(settings: Settings, *operands: Any, by: ModuleType = blocked) 
 
         return tuple(_pulled(run, (problem.bias,), residuals))
 
-    axes = (*AXES, *AXES_OF_RESIDUALS, 2)
-    return list(_over_batch(one, operands, axes))
+    ranks = (*RANKS, *RANKS_OF_RESIDUALS, 2)
+    return list(_over_batch(one, operands, ranks))
 
 
 def _split(operands: tuple[Any, ...]) -> tuple[Problem, Residuals]:
-    first, last = len(AXES), len(AXES) + len(AXES_OF_RESIDUALS)
+    first, last = len(RANKS), len(RANKS) + len(RANKS_OF_RESIDUALS)
     return Problem(*operands[:first]), Residuals(*operands[first:last])
 
 
@@ -148,12 +148,12 @@ def _unpacked(bits: Any, T: int) -> Any:
 
 
 def _over_batch(
-    run: Callable[..., Any], operands: tuple[Any, ...], axes: tuple[int, ...]
+    run: Callable[..., Any], operands: tuple[Any, ...], ranks: tuple[int, ...]
 ) -> tuple[Any, ...]:
     """Applies `run`, which takes operands with one batch axis, to operands with several, by `vmap`
-    over all batch axes but the last. `axes`: the number of axes of each operand after its batch axes.
+    over all batch axes but the last. `ranks`: the number of axes of each operand after its batch axes.
     """
-    lead = batch(operands, axes)
+    lead = batch(operands, ranks)
     if len(lead) == 1:
         found: tuple[Any, ...] = run(*operands)
         return found
@@ -164,7 +164,7 @@ def _over_batch(
     ]
 
     def inner(*operands: Any) -> Any:
-        return _over_batch(run, operands, axes)
+        return _over_batch(run, operands, ranks)
 
     in_axes = tuple(0 if one else None for one in mapped)
     result: tuple[Any, ...] = jax.vmap(inner, in_axes)(*rest)

@@ -10,8 +10,8 @@ from jax.interpreters import ad
 
 from jaxmha.implementations.native import portable
 from jaxmha.implementations.native.operands import (
-    AXES,
-    AXES_OF_RESIDUALS,
+    RANKS,
+    RANKS_OF_RESIDUALS,
     Problem,
     Residuals,
     Settings,
@@ -21,14 +21,14 @@ from jaxmha.implementations.native.registration import Shapes, register
 
 
 def _attend_shapes(settings: Settings, *operands: Any) -> Shapes:
-    lead = batch(operands, AXES)
+    lead = batch(operands, RANKS)
     T, N, _ = operands[0].shape[-3:]
     rows = (*lead, N, T), np.float32
     return [((*lead, T, N, operands[2].shape[-1]), settings.out), rows, rows]
 
 
 def _backward_shapes(settings: Settings, *operands: Any) -> Shapes:
-    lead = batch(operands, (*AXES, *AXES_OF_RESIDUALS, 3))
+    lead = batch(operands, (*RANKS, *RANKS_OF_RESIDUALS, 3))
     T, N, _ = operands[0].shape[-3:]
     heads: Shapes = [((*lead, *x.shape[-3:]), x.dtype) for x in operands[:3]]
     return [*heads, ((*lead, N, T), np.float32)]
@@ -37,8 +37,8 @@ def _backward_shapes(settings: Settings, *operands: Any) -> Shapes:
 def _bias_shapes(settings: Settings, *operands: Any) -> Shapes:
     """The shape of the bias gradient: the last batch axis has size 1 if it has size 1 in the bias,
     but axes that `vmap` has added in front of it have full size."""
-    lead = batch(operands, (*AXES, *AXES_OF_RESIDUALS, 2))
-    return [((*lead[:-1], *Problem(*operands[: len(AXES)]).bias.shape[-4:]), np.float32)]
+    lead = batch(operands, (*RANKS, *RANKS_OF_RESIDUALS, 2))
+    return [((*lead[:-1], *Problem(*operands[: len(RANKS)]).bias.shape[-4:]), np.float32)]
 
 
 # Kernel -> a function that returns the shapes of its results, and the same kernel in plain XLA.
