@@ -1,4 +1,4 @@
-"""Score and mask functions: traced once with scalars, vectorised over tiles.
+"""Score and mask functions: traced with the scalars of one pair, vectorised over tiles.
 
 A function of scalars cannot read other entries of a tile, so its values do not depend on the
 tiling. Arrays that it captures (closes over) become inputs; the floating ones have gradients.
@@ -24,7 +24,8 @@ from jaxmha.implementations.program import Closed, Program
 Index: TypeAlias = jax.Array | int
 Floats: TypeAlias = tuple[jax.Array, ...]
 Function: TypeAlias = Callable[..., jax.Array]
-# One letter per argument of a mask function and of a score function; x is the score.
+# One letter per argument of a mask function and of a score function: score (x), batch row, query
+# head, query and key.
 MASK, SCORE = "bnij", "xbnij"
 _NAMES = {"x": "score", "b": "b", "n": "n", "i": "i", "j": "j"}
 
@@ -41,7 +42,7 @@ class Grid:
 
 
 class Blocks(NamedTuple):
-    """The blocks of pairs that a mask allows; an axis `b` or `n` may be 1.
+    """The blocks of pairs that a mask allows; `b` or `n` may be 1, for all batch rows or heads.
 
     Attributes:
       grid: sizes of blocks and arrays.
@@ -116,7 +117,9 @@ class Mod(NamedTuple):
 
 
 def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | None) -> Mod | None:
-    """Traces the function given as argument `name`; `dtype`: of scores, None for a mask function.
+    """Traces the function given as argument `name`; None: none is given.
+
+    `dtype`: of the scores of a score function; None: it is a mask function.
 
     Raises:
       TypeError: the argument is not a function, or returns a wrong dtype.
@@ -209,9 +212,9 @@ def _split(
 
 
 class Extent(NamedTuple):
-    """A tile: its starts and static sizes along B, N, T and S. Its padded positions are clipped to
-    the sizes `T` and `S` of the arrays. `G`: query heads per key/value head. `aligned`: numbers
-    that divide traced starts along T and S, as `block_within` needs."""
+    """A tile: its starts and static sizes along B, N, T and S. Its positions beyond the sizes `T` and
+    `S` of the arrays, which pad it, count as the last position. `G`: query heads per key/value head.
+    `aligned`: numbers that surely divide the starts along T and S, where these are traced."""
 
     starts: tuple[Index, Index, Index, Index]
     sizes: tuple[int, int, int, int]
@@ -224,7 +227,7 @@ class Extent(NamedTuple):
 def allowed(mod: Mod, extent: Extent) -> Bool[jax.Array, "_ _ _ _"]:
     """The mask of a tile by a mask function; axes that the function does not read have size 1.
 
-    A function that is constant within blocks is evaluated once for each block of the tile.
+    A function that is constant within blocks is evaluated once per block (see `block_within`).
     """
     blocks = {letter: block_within(mod, extent, letter) for letter in "ij"}
     index = _indices(mod, extent, blocks)
@@ -246,7 +249,7 @@ def allowed(mod: Mod, extent: Extent) -> Bool[jax.Array, "_ _ _ _"]:
 
 def block_within(mod: Mod, extent: Extent, letter: str) -> int:
     """The size of the blocks of queries (i) or keys (j) of a tile within which a mask function is
-    constant; 1 if there are none, or if the tile may not start at a multiple of their size."""
+    constant; 1 if there are none, or if the tile may start within a block, as in a shifted `Mod`."""
     start = extent.starts["bnij".index(letter)]
     if mod.starts is not None:
         return 1
@@ -278,7 +281,7 @@ def scores(
     Args:
       mod: the score function.
       extent: the tile; rows `r` are the queries of every query head of a group.
-      logits: scores of the tile; `c` are the key/value heads of all batch rows (or no axis).
+      logits: scores of the tile; `c`: batch rows and key/value heads, on two axes, one or none.
       floats: the captured floating arrays of `mod`, as an argument to differentiate.
       transposed: whether the axes of logits are `s r`.
     """
@@ -298,7 +301,8 @@ def bias_of_distances(
 ) -> Float[jax.Array, "b n 1 d"]:
     """The bias that a score function adds at distances `j - i` from 1 - T to S - 1.
 
-    `mod`: a score function with `mod.program.adds_bias`. `sizes`: B, N, T and S.
+    `mod`: a score function with `mod.program.adds_bias`; an axis `b` or `n` that it does not read
+    has size 1. `sizes`: B, N, T and S.
     """
     B, N, T, S = sizes
     starts = (0, 0, 0, 0) if mod.starts is None else mod.starts
@@ -315,8 +319,8 @@ def bias_of_distances(
 def _indices(
     mod: Mod, extent: Extent, blocks: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, tuple[Int32[jax.Array, "..."], str]]:
-    """Letter `b`, `n`, `i` or `j` -> (absolute indices of a tile along this axis, the letter). If
-    `blocks` has the letter, with a block size, they are the first index of each block."""
+    """Letter `b`, `n`, `i` or `j` -> (indices of a tile along this axis of the whole request, the
+    letter). If `blocks` has the letter, with a block size, they are the first of each block."""
     first = (0, 0, 0, 0) if mod.starts is None else mod.starts
     last = (None, None, extent.T - 1, extent.S - 1)
     found = {}
@@ -333,7 +337,8 @@ def _indices(
 def _vectorised(
     mod: Mod, floats: Floats, axes: str, inputs: Sequence[tuple[jax.Array, str]]
 ) -> jax.Array:
-    """Maps the function over `axes`, outermost first; `inputs`: each argument and its axes."""
+    """Maps the function over `axes`, outermost first; `inputs`: each argument and its axes; `floats`:
+    the captured floating arrays."""
     program = mod.program
     floating, others = iter(floats), iter(mod.others)
     arrays = [next(floating if is_float else others) for is_float in program.floating]

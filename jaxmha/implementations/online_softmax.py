@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-# Row max before the first key. It is finite: -inf - -inf would be NaN.
+# Dtype -> the row max before the first key. It is finite: -inf - -inf would be NaN.
 LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
 
 
@@ -19,8 +19,8 @@ def rounded(product: jax.Array) -> jax.Array:
     """Keeps compilers from fusing a product (logits) with the later subtraction of the row max.
 
     A fused multiply-add does not round the product, whereas the row max is rounded: huge logits
-    would differ so much from their own maximum that exp overflows. The minimum used here changes
-    only infinity, and makes compilers round the product.
+    would differ so much from their own maximum that exp overflows. The minimum with the largest
+    finite number changes only +inf, and makes compilers round the product.
     """
     return jnp.minimum(product, -LOWEST[product.dtype.name])
 
@@ -30,8 +30,8 @@ def cap_and_mask(
     soft_cap: float | None,
     *masks_or_biases: Bool[jax.Array, "*#b #r #s"] | Float[jax.Array, "*#b #r #s"] | None,
 ) -> tuple[Float[jax.Array, "*b r s"], Float[jax.Array, "*b r s"] | None]:
-    """Caps the logits, adds biases, and sets masked logits to -inf; also returns the tanh of the
-    soft cap, which its gradient reads (None without a cap)."""
+    """Caps the logits, then adds biases and sets logits to -inf where a bias is -inf or a Boolean
+    mask False. Also returns the tanh of the soft cap, for gradients (None without a cap)."""
     tanh = None
     if soft_cap is not None:
         tanh = jnp.tanh(logits / soft_cap)
@@ -49,7 +49,7 @@ def cap_and_mask(
 class State(NamedTuple):
     """Online-softmax state over the keys visited so far: output accumulator, row max and row sum.
 
-    Row max and row sum have size 1 on the axis of `h`.
+    The last two axes are swapped, `h r` and `1 r`, if those of the logits are `s r`.
     """
 
     out: Float[jax.Array, "*b r h"]
@@ -75,15 +75,15 @@ class Softmax(NamedTuple):
 
 
 def empty_state(out: jax.Array, per_row: jax.Array) -> State:
-    """The state before the first key, given zeros of the shapes of output and row sum."""
+    """The state before the first key. `out`, `per_row`: zeros of the shapes of output and row sum."""
     return State(out, jnp.full_like(per_row, LOWEST[per_row.dtype.name]), per_row)
 
 
 def of_output(
     out: Float[jax.Array, "*b r h"], lse: Float[jax.Array, "*b r"], valid: Bool[jax.Array, "*#b #r"]
 ) -> State:
-    """The state of a normalized output over some keys: row max is the lse, and row sum is 1. Where
-    `valid` is False, it is that before the first key, whatever output and lse are."""
+    """The float32 state of a normalized output over some keys: row max is the lse, and row sum is 1.
+    Where `valid` is False, it is that before the first key, whatever output and lse are."""
     some = valid[..., None]
     wide = jnp.where(some, out.astype(np.float32), 0.0)
     row_max = jnp.where(some, lse[..., None], LOWEST["float32"])
@@ -91,7 +91,7 @@ def of_output(
 
 
 def row_sum(exps: Float[jax.Array, "*b r s"]) -> Float[jax.Array, "*b r 1"]:
-    """Sum of the exponentials of each row over the keys."""
+    """Sum of the exponentials of each row over the keys, the last axis, which is kept with size 1."""
     return exps.sum(-1, keepdims=True)
 
 
@@ -103,14 +103,14 @@ def fold(
     axis: int = -1,
     sum_keys: Callable[[jax.Array], jax.Array] = row_sum,
 ) -> State:
-    """Folds the logits of one tile into the state `before`; None: it is the first tile.
+    """Returns the state over the keys of one tile and of the tiles before it.
 
     Args:
       logits: `*b r s`, or `*b s r` if `axis`, the axis of keys, is -2.
       weigh: multiplies `exp(logits - row_max)` by the values of the tile.
-      before: the state over earlier keys.
+      before: the state over the keys of earlier tiles; None: there are none.
       axis: the axis of keys.
-      sum_keys: the sum over that axis, with keepdims.
+      sum_keys: sums exponentials over that axis, and keeps it with size 1.
     """
     lowest = LOWEST[logits.dtype.name] if before is None else before.row_max
     # Output and lse do not depend on the row max. The derivative of a maximum would divide by the
@@ -143,7 +143,8 @@ def divisor_of(row_sum: jax.Array) -> jax.Array:
 
 
 def normalize(state: State, keep_rate: float | None = None) -> Softmax:
-    """Divides the output by the row sum and, under dropout, by the keep probability."""
+    """Divides the output by the row sum and, under dropout, by `keep_rate`, the probability that a
+    weight is kept (None: no dropout)."""
     divisor = divisor_of(state.row_sum)
     out = state.out / (divisor if keep_rate is None else divisor * keep_rate)
     return Softmax(out, state.row_max, state.row_sum)

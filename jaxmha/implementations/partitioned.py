@@ -32,8 +32,8 @@ class Placement(NamedTuple):
 
     Attributes:
       mesh: the mesh of the program.
-      sizes: B (b), N (n), K (k) and sizes of mapped axes, on all devices.
-      names: the mesh axes that shard them; empty: replicated.
+      sizes: letter of `Letters` -> size over all devices: B, N, K or that of a mapped axis.
+      names: letter -> the mesh axes that shard it; empty: replicated.
     """
 
     mesh: Mesh
@@ -45,7 +45,8 @@ class Placement(NamedTuple):
 
 
 def may_partition() -> bool:
-    """True if XLA may partition a program that is traced here."""
+    """True if XLA's partitioner may split a program that is traced here: for several devices or
+    another machine, and outside `sharding.use` and a `shard_map` over all mesh axes."""
     if sharding.current() is not None or (jax.device_count() == 1 and platforms.current().present):
         return False
     return {*jax.sharding.get_abstract_mesh().axis_types} != {AxisType.Manual}
@@ -57,7 +58,7 @@ def run(
     letters: tuple[Any, ...],
     results: Callable[[Tree], Any],
 ) -> Tree:
-    """`function(*operands)`, on each device's own batch rows and heads.
+    """`function(*operands)`; where XLA's partitioner splits rows or heads, each device runs its own.
 
     Args:
       function: takes operands of any B, N and K, where K divides N. It uses no collectives, and
@@ -65,7 +66,7 @@ def run(
       operands: pytrees of arrays.
       letters: `Letters` of each operand, such as "b.n.", in the same structure.
       results: maps the shapes of the results to the `Letters` of each, in the same structure. A
-        result with size 1 on an axis of rows or heads is summed over all devices' rows or heads.
+        result with size 1 on an axis `b`, `n` or `k` is summed over the devices that split it.
     """
     if not may_partition():
         return function(*operands)
@@ -119,7 +120,8 @@ def _primitive() -> Any:
     def batched(
         operands: Sequence[object], axes: Sequence[int | None], **static: Any
     ) -> tuple[list[jax.Array], list[int]]:
-        """The mapped axis gets a letter of its own, and is the first axis of every result."""
+        """Binds the primitive with functions mapped by `vmap`. The mapped axis gets a letter of its
+        own in operands that have it, and is the first axis of every result."""
         whole, local = (jax.vmap(static[name], tuple(axes)) for name in ("whole", "local"))
         mapped = next(x for x in ascii_uppercase if not any(x in y for y in static["results"]))
         letters = [
@@ -221,8 +223,9 @@ def _placement(mesh: Mesh, given: Sequence[Any], letters: Sequence[Letters]) -> 
     """Chooses the mesh axes that shard mapped axes, batch rows (b), query heads (n) and key/value
     heads (k).
 
-    Each letter gets the mesh axes of the first operand that is sharded along it, or none if their
-    devices do not divide its size. Key/value heads have the mesh axes of query heads, or none.
+    Each letter gets the mesh axes of the first operand that is sharded along it, without those that
+    another letter has, or none if their devices do not divide its size. Query heads get the mesh
+    axes of key/value heads if no operand shards n, and key/value heads get those of query heads.
     """
     sizes = _sizes(given, letters)
     found: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
@@ -257,8 +260,9 @@ def _devices(mesh: Mesh, names: tuple[str, ...]) -> int:
 def _own(
     placement: Placement, shape: Sequence[int], axes: Letters
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that selects the key/value heads of this device's query heads, from an
-    operand that has all key/value heads because the mesh does not shard them."""
+    """Returns a function that selects the key/value heads that this device's query heads read, from
+    an operand with all key/value heads, as where only query heads are sharded. It returns other
+    operands unchanged. `shape`: of the operand, `axes`: its letters."""
     _, sizes, names = placement
     axis = axes.find("k")
     if axis < 0 or shape[axis] == 1 or names["k"] == names["n"]:
@@ -269,7 +273,8 @@ def _own(
 
 
 def _spec_of(placed: Any, mesh: Mesh) -> tuple[Any, ...]:
-    """The mesh axes of each axis of an array; () if the partitioner has split a mesh axis."""
+    """The mesh axes of each axis of an array with the sharding `placed`; () if mesh axes cannot
+    express it, as where the partitioner has split one."""
     from jax._src.sharding_impls import parse_flatten_op_sharding
 
     try:
@@ -279,7 +284,8 @@ def _spec_of(placed: Any, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def _sizes(arrays: Sequence[Any], letters: Sequence[Letters]) -> dict[str, int]:
-    """Letter -> B, N, K or the size of a mapped axis, where some arrays may have size 1."""
+    """Letter -> B, N, K or the size of a mapped axis: the largest of all arrays, since some may have
+    size 1 there."""
     found = {"b": 1, "n": 1, "k": 1}
     for x, axes in zip(arrays, letters, strict=True):
         for size, letter in zip(x.shape, axes, strict=True):
@@ -295,8 +301,9 @@ def _spec(shape: Sequence[int], axes: Letters, names: dict[str, Any]) -> Partiti
 
 
 def _summed(placement: Placement, x: jax.Array, whole: Sequence[int], axes: Letters) -> jax.Array:
-    """Sums a result over devices where it is shared: along axes on which it has size 1, and for
-    key/value heads that query heads of several devices read."""
+    """Sums a result `x` of one device over the devices that share it: along axes on which it has
+    size 1, and for key/value heads that query heads of several devices read. `whole`: the shape of
+    the result over all devices, `axes`: its letters."""
     names = placement.names | {"k": placement.names["n"]}
     over = {
         letter: names.get(letter, ()) for size, letter in zip(whole, axes, strict=True) if size == 1
@@ -320,7 +327,8 @@ def _rule(
 ) -> tuple[str, dict[str, int]]:
     """Returns Shardy's sharding rule and the sizes of its factors.
 
-    Equal factors are sharded alike. If devices may share a key/value head, n and k share no factor.
+    Equal factors are sharded alike. If query heads of several devices may read one key/value head,
+    n and k share no factor.
     """
     sizes = _sizes([*given, *shapes], [*letters, *results])
     group = sizes["n"] // sizes["k"]

@@ -11,8 +11,8 @@ class Platform(NamedTuple):
     """A kind of device.
 
     Attributes:
-      name: JAX's lowering platform: `cpu`, `cuda`, `rocm` or `tpu`.
-      device: name of the device.
+      name: JAX's lowering platform, such as `cpu`, `cuda`, `rocm` or `tpu`.
+      device: a GPU's model, by JAX's name for it or that in `KNOWN`; elsewhere the platform.
       capability: CUDA compute capability; None on other platforms.
       present: whether JAX can run programs on it in this process, so that kernels can be probed.
     """
@@ -27,8 +27,8 @@ def _cuda(device: str, major: int, minor: int) -> Platform:
     return Platform("cuda", device, (major, minor))
 
 
-# Platforms and devices that `lowering_for` accepts. Source of the capabilities: NVIDIA's list of
-# CUDA GPUs. `gpu` and `cuda` are assumed to be Hopper.
+# Names that `lowering_for` accepts -> platforms. Source of the capabilities: NVIDIA's list of CUDA
+# GPUs. `gpu` and `cuda` are assumed to be Hopper.
 KNOWN: dict[str, Platform] = {
     "cpu": Platform("cpu", "cpu"),
     "tpu": Platform("tpu", "tpu"),
@@ -66,10 +66,11 @@ def named(name: str) -> Platform:
 
 
 def lowering_for(name: str) -> AbstractContextManager[None]:
-    """Chooses implementations as on the named platform, independent of this machine.
+    """In this context, attention chooses implementations as on the named platform or device.
 
     Use it with `jax.export` and `lower(lowering_platforms=...)`. Without it, programs lowered for a
-    platform other than JAX's default backend contain the portable implementation.
+    platform other than that of JAX's default device contain no kernel of that platform, unless a
+    call names one.
 
     >>> with lowering_for("h200"):
     ...     current().capability
@@ -86,8 +87,8 @@ def current() -> Platform:
 
 
 def devices() -> list[Any]:
-    """A device of each kind that this process may run on: JAX's default device if the user set one,
-    else those of the default backend."""
+    """JAX's default device if the user set one, else one device of this process for each kind (such
+    as each model of GPU) in the default backend."""
     return _kinds(jax.local_devices)
 
 
@@ -104,7 +105,8 @@ def _kinds(those: Callable[[], list[Any]]) -> list[Any]:
 
 
 def _default() -> Platform:
-    """The platform of the default device, or of the kind of GPU with the least capability.
+    """The platform of JAX's default device if the user set one, else of the default backend; of
+    several kinds of GPU, of that with the least capability.
 
     GPUs of all processes count, because all processes must choose the same implementation.
     """

@@ -1,10 +1,10 @@
 """Implementations that a benchmark on the same kind of device found fastest: `jaxmha bench --save`.
 
 JAXMHA_PREFERENCES names a folder with one JSON file per kind of device (default
-`~/.config/jaxmha/preferences`; 0: none are read). A call with the shapes, dtype and arguments of a
-benchmark prefers the implementations that were fastest in it; other calls are not affected. A call
-that is not in the user's file is looked up in SHIPPED, whose files have the same format. Files are
-read once per process.
+`~/.config/jaxmha/preferences`; 0: no file is read or written). A call with the `key` of a benchmark
+prefers the implementations that were fastest in it; other calls are not affected. A call that is
+not in the user's file is looked up in SHIPPED, whose files have the same format. Files are read
+once per process, and again after `save`.
 """
 
 import errno
@@ -21,12 +21,12 @@ from jaxmha.implementations import platforms
 from jaxmha.implementations.base import Request
 
 Entries = dict[str, dict[str, Any]]
-# Files of the devices that we measured.
+# Folder with files for the devices that we measured.
 SHIPPED = Path(__file__).parent / "measured"
 
 
 def folder() -> Path | None:
-    """The folder of the files; None: none are read or written."""
+    """The user's folder of files; None: JAXMHA_PREFERENCES is 0, or the user has no home."""
     named = os.environ.get("JAXMHA_PREFERENCES")
     if named == "0":
         return None
@@ -41,7 +41,7 @@ def folder() -> Path | None:
 
 
 def path() -> Path | None:
-    """The file of this machine's default device; None: none is read or written."""
+    """The user's file for the device of `platforms.current()`; None: there is no folder."""
     where = folder()
     return None if where is None else where / f"{_device()}.json"
 
@@ -64,7 +64,8 @@ def _device() -> str:
 
 
 def key(request: Request) -> str:
-    """Shapes, dtype and arguments of a request, as text: the key of its entry in a file."""
+    """The key of the request's entry in a file: a text of its shapes, dtype and given arguments. Of
+    lengths, other arrays of the mask, soft cap and functions it has the names alone."""
     (B, T, N, H), (_, S, K, h) = request.query.shape, request.value.shape
     mask, semantics = request.mask, request.semantics
     parts = [f"B{B} T{T} S{S} N{N} K{K} H{H} h{h} {request.query.dtype.name}"]
@@ -92,14 +93,16 @@ def key(request: Request) -> str:
 
 
 class Preference(NamedTuple):
-    """`order`: implementations, fastest first in a benchmark. `source`: the benchmark, in words."""
+    """`order`: implementations, fastest first in a benchmark; empty: no benchmark has the call.
+    `source`: the benchmark, in words."""
 
     order: tuple[str, ...] = ()
     source: str = ""
 
 
 def preferred(request: Request) -> Preference:
-    """The preference by a benchmark of this very call, saved or else shipped; empty without one."""
+    """The preference by a benchmark with the request's `key`, saved or else shipped. It is empty
+    without one, and in `lowering_for`, which has no device to ask."""
     where = path() if platforms.current().present else None
     if where is None:
         return Preference()
@@ -115,7 +118,8 @@ def preferred(request: Request) -> Preference:
 
 
 def save(call: str, entry: dict[str, Any]) -> Path:
-    """Adds an entry `{"order": names, ...}` for the call `key(request)` to the file.
+    """Adds an entry `{"order": names, ...}` for `call`, the `key` of a request, to the user's file
+    for this device, and returns the path of the file.
 
     Raises:
       ValueError, OSError: as `check`.
@@ -132,8 +136,8 @@ def save(call: str, entry: dict[str, Any]) -> Path:
 
 
 def check() -> None:
-    """Raises ValueError if nothing may be saved or the file is damaged, and OSError if its folder
-    is not writable."""
+    """Makes the user's folder. Raises ValueError if nothing may be saved or the file is damaged, and
+    OSError if the folder cannot be made or written to."""
     where = path()
     if os.environ.get("JAXMHA_PREFERENCES") == "0":
         raise ValueError("JAXMHA_PREFERENCES=0 forbids saved benchmarks: unset it")
@@ -160,7 +164,7 @@ def _read(where: Path) -> Entries:
 
 
 def _parsed(where: Path) -> Entries:
-    """Reads the entries of a file of `save`; {} if the file is missing.
+    """Reads a file that `save` wrote: key of a call -> entry; {} if the file is missing.
 
     Raises:
       ValueError: the file is unreadable or has other contents.
