@@ -29,8 +29,8 @@ from jaxmha.implementations.tiled.layout import Index
 from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
 from jaxmha.mask import Mask
 
-# `blocks_of` halves both sizes of its blocks, while these are even, until the mask of one has at
-# most MOST_PAIRS entries: queries times keys, times B if the mask function reads b, and N if n.
+# `blocks_of` halves both sizes of its blocks, while these are even, until the mask function has at
+# most MOST_PAIRS values for one: queries times keys, times B if it reads b, and N if it reads n.
 MOST_PAIRS = 2**22
 
 
@@ -200,7 +200,7 @@ Attended: TypeAlias = tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "
 def with_blocks(
     conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
 ) -> tuple[Attended, Conditions]:
-    """Returns attended queries and keys, as of `attended`, and `conditions`.
+    """Returns attended queries and keys, as `attended` does, and `conditions`.
 
     A mask function in these gets `blocks`: those of the pairs that all conditions and the bias
     allow, from which `make_schedule` takes the tiles to visit.
@@ -307,7 +307,10 @@ def zero_unattended(
     value: Float[jax.Array, "B K S h"],
 ) -> tuple[Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"]]:
     """Zeroes queries, keys and values without any allowed pair: NaN in them, times a weight of 0,
-    would reach outputs and gradients. `attended` is in natural order, heads may be in zig-zag."""
+    would reach outputs and gradients.
+
+    `attended`: with positions in their true order, unlike heads in zig-zag order.
+    """
     rows, keys = (sharding.in_order(x, 2) for x in attended)
     if rows is not None:
         query = jnp.where(rows[..., None], query, 0.0)

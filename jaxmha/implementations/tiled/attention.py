@@ -79,7 +79,7 @@ def _sizes() -> tuple[tuple[str, int], ...]:
 
 def attend(request: Request, distributed: Core | None = None) -> Result:
     """Computes the request; sums are float32, or float64 for float64 inputs. If no precision is
-    set, matmul operands of half-precision requests are rounded to half precision, except on CPUs.
+    set, matmul operands of half-precision requests are rounded to its significand, but not on CPUs.
 
     `distributed`: computes `core` by context parallelism; None: `core` itself.
     """
@@ -279,7 +279,7 @@ def _by_tiles(
 ) -> Tree:
     """Runs the forward pass by tiles. `finalize` maps the softmax state of a query tile to arrays
     `*c r d`, which are joined to `B N T d`."""
-    # Queries are padded with 1, so that padded rows hold no NaN of 0 times an infinite key.
+    # Queries are padded with 1: padded rows are dropped later, but 0 times an infinite key is NaN.
     query_tiles = layout.to_query_tiles(tiling, query, 1.0)
     kv_tiles = layout.to_kv_tiles(tiling, key), layout.to_kv_tiles(tiling, value)
     inputs = query_tiles, *kv_tiles, bias, traced, seed
@@ -326,7 +326,7 @@ def core_forward(
     seed: Seed | None,
     score_mod: Mod | None = None,
 ) -> tuple[OutAndLse, tuple[CoreInputs, Softmax]]:
-    """The forward rule of `core`. Policies of `jax.checkpoint` can save its softmax by name."""
+    """The forward rule of `core`. Output, row max and sum have names for `jax.checkpoint`."""
     inputs = query, key, value, bias, traced, seed, score_mod
     softmax = per_device.run(
         lambda own, inputs, _: forward_for_gradient(own, config, *inputs), tiling, inputs, ()

@@ -104,7 +104,7 @@ def attend_row_bands(
     def band(t: int, step: Index, query: jax.Array, key: jax.Array, value: jax.Array) -> OutAndLse:
         rows = query[:, t : t + size]
         S = min(tiling.S, t + rows.shape[1] + above)
-        # A head's scores in the band form one tile unless they exceed `least_rows_bytes`.
+        # A key/value head's scores in the band form one tile unless they exceed `least_rows_bytes`.
         least_rows = min(G * size, most // (itemsize * S))
         part = config._replace(
             above=above + t,
@@ -134,7 +134,8 @@ def attend_row_bands(
 
 
 def key_band_widths(tiling: Tiling, platform: str = "cpu") -> list[int]:
-    """Numbers of keys in the key bands, in increasing order; the last band holds all keys.
+    """Numbers of keys in the key bands, in increasing order; the last band holds all S keys, and is
+    the only one where there would be two.
 
     >>> from jaxmha.implementations.tiled.tiling import choose_tiling
     >>> key_band_widths(choose_tiling(4, 8, 1, 1024, 1024, skips=True))

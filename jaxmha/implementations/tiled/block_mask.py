@@ -1,4 +1,4 @@
-"""Mask tiles from structured conditions, which are never expanded to T x S.
+"""Mask tiles from structured conditions, which are expanded for one tile at a time.
 
 A tile compares its positions with bounds, and segment ids with each other; slices masks of rows,
 of keys and of pairs; and evaluates mask functions.
@@ -90,7 +90,8 @@ class TilePosition(NamedTuple):
       batches, heads, rows, keys: numbers of these; `heads` are query heads.
       T, S: sizes of the arrays without padding.
       G: query heads per key/value head.
-      aligned: numbers that divide t and s if they are traced, for `mods.block_within`.
+      aligned: numbers that divide t and s where these are traced: a mask function that is constant
+        within blocks of such a size is then evaluated once per block.
     """
 
     b: Index
@@ -135,8 +136,8 @@ def slice_tile(
 def allowed(conditions: Conditions, position: TilePosition) -> Bool[jax.Array, "_ _ _ _"] | None:
     """Mask tile: True for pairs that all conditions allow, broadcastable to `position.sizes`.
 
-    Returns None without conditions. Conditions are padded to whole tiles (`pad`), so that padded
-    keys are masked; padded rows need not be.
+    Returns None without conditions. Their arrays are padded to whole tiles by `pad`, which also
+    makes padded keys invalid.
     """
     i, j = _indices(position)
     below, above = conditions.window

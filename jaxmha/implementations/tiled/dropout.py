@@ -31,8 +31,8 @@ def seed_of(key: PRNGKeyArray | None, part: Part | None) -> Seed | None:
 
 
 def shift_seed(seed: Seed, *starts: Index) -> UInt32[jax.Array, "6"]:
-    """The seed of the part that starts at positions `starts` on B, N, T and S of the request, or
-    part, of `seed`."""
+    """The seed of the part that starts at positions `starts` on B, N, T and S of the request (or
+    part of one) that has `seed`."""
     more = jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in starts])
     before = seed[KEY_SIZE:] if seed.size > KEY_SIZE else jnp.zeros(4, jnp.uint32)
     return jnp.concatenate([seed[:KEY_SIZE], before + more])

@@ -30,8 +30,8 @@ def largest_feature(
     """The index of the feature whose largest magnitudes in the queries of a group and in the keys
     have the largest product, by key/value head.
 
-    Returns None, to keep the order, except on CPUs, if T or S is below LEAST, and with several KV
-    tiles, whose logits must round as in the forward pass.
+    Returns None, to keep the order, on platforms other than CPUs, if T or S is below LEAST, or with
+    several KV tiles, whose logits must round as in the forward pass.
     """
     if platform != "cpu" or tiling.kv_tiles > 1 or min(tiling.T, tiling.S) < LEAST:
         return None

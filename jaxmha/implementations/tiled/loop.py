@@ -20,7 +20,7 @@ from jaxmha.implementations.tiled.tile import Config, Cotangents, Modifier
 from jaxmha.implementations.tiled.tiling import Tiling
 
 Operands: TypeAlias = tuple[jax.Array, ...]  # of matmuls: query, key and value, or some of them
-ReadTile: TypeAlias = Callable[[Index], Operands]  # keys and values of KV tile j, also transposed
+ReadTile: TypeAlias = Callable[[Index], Operands]  # keys and values of KV tile j, some transposed
 Decode: TypeAlias = Callable[[jax.Array], jax.Array]  # casts a KV tile from its stored dtype
 Result = TypeVar("Result")
 Tree = TypeVar("Tree")
@@ -28,7 +28,7 @@ Tree = TypeVar("Tree")
 
 class Shared(NamedTuple):
     """Inputs that all tiles of a call share; conditions, static ones too, and bias are padded to
-    whole tiles. `schedule` None: all tiles are visited, and no condition but `rows` masks any."""
+    whole tiles. `schedule` None: all tiles are visited, and only `conditions.rows` masks pairs."""
 
     tiling: Tiling
     config: Config
@@ -212,7 +212,7 @@ def backward_inputs(
     """Transposed query tiles, and per-row inputs of the backward pass in query tiles.
 
     `softmax`: results of the forward pass; None: each tile has all keys of its rows, and computes
-    row max, row sum and delta from its logits. `d_out`, `d_lse`: cotangents of output and lse.
+    row max, row sum and delta from its logits. `d_out`, `d_lse`: cotangents of output, lse.
     """
     # d_logit = weight * (d_out @ value - delta + d_lse) with delta = sum(d_out * out); weight is
     # exp(logit - row max) / row sum, and 0 in fully masked rows.

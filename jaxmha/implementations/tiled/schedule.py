@@ -19,8 +19,8 @@ class Schedule(NamedTuple):
     """The KV tiles to visit, by batch group `g` and query tile `i`.
 
     A batch group is the batch rows of one tile; g has size 1 if no condition has a batch axis above
-    1. In doubt, a tile counts as partially masked. Some invalid rows (`Conditions.rows`) leave a
-    tile unmasked: their outputs are zeroed elsewhere.
+    1. In doubt, a tile counts as partially masked. Invalid rows (`Conditions.rows`) leave a tile
+    unmasked, unless all its rows are invalid: their outputs are zeroed elsewhere.
 
     Attributes:
       order: indices of KV tiles: unmasked ones, then partially masked ones, then fully masked
@@ -37,7 +37,7 @@ class Schedule(NamedTuple):
 def make_schedule(conditions: Conditions, tiling: Tiling) -> Schedule | None:
     """The schedule of conditions padded by `block_mask.pad`; NumPy arrays if these are static.
 
-    Returns None if static conditions leave every tile unmasked.
+    Returns None if every tile is known to be unmasked from conditions that are static (or `rows`).
     """
     some, every = _some_and_every(conditions, tiling)
     if isinstance(every, np.ndarray) and every.all():

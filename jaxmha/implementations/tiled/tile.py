@@ -1,6 +1,6 @@
 """One tile of scores: matmuls, masking and online softmax, forward and backward.
 
-Axes: `*c` key/value heads of all batch rows of the tile, absent if it is one; `r` rows (query
+Axes: `*c` key/value heads of all batch rows of the tile, absent if there is one; `r` rows (query
 positions of every query head of a group); `s` keys; H and h features.
 """
 
@@ -37,7 +37,7 @@ class Config(NamedTuple):
       dropout_rate: probability of dropping a weight.
       dropout_broadcast: axes of BNTS along which all weights share a draw.
       lse: whether the lse is returned.
-      platform: selects the tuning table, and steps for CPUs alone.
+      platform: selects the tuning table, and `feature_order` and split sums for CPUs.
       whole: N and T of the request that the arrays are a part of, for dropout; None: their own.
       sizes: values of `target`, `least_rows` and `side` in `choose_tiling`, instead of the table's.
       operands: dtype to which matmul operands are rounded; rows, keys and values lose nothing.
@@ -186,7 +186,7 @@ def _without_padding(
     extent: Extent, logits: Float[jax.Array, "*c s r"], allowed: Bool[jax.Array, "..."] | None
 ) -> tuple[Float[jax.Array, "*c s r"], Bool[jax.Array, "..."] | None]:
     """Excludes the rows and keys of a tile beyond T and S from the allowed pairs (None: all), and
-    gives them the logits of the last row or key before. At other logits a score function may have
+    gives them the logits of the last row or key within. At other logits a score function may have
     an infinite derivative, and inf times the cotangent 0 is NaN."""
     s, r = logits.shape[-2:]
     apart = logits.reshape(*logits.shape[:-1], extent.G, r // extent.G)

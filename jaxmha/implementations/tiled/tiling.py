@@ -82,9 +82,9 @@ def choose_tiling(
     least_rows: int | None = None,
     side: int | None = None,
 ) -> Tiling:
-    """Chooses a tiling whose tiles have about `target` bytes of scores.
+    """Chooses a tiling whose tiles have at most about `target` bytes of scores.
 
-    Rows are counted over all query heads of a group here.
+    `least_rows` and `side` count the rows of all query heads of a group.
 
     Args:
       B, K, G, T, S: sizes, all at least 1; G = N // K.

@@ -31,16 +31,16 @@ class Tuning:
         the forward and the backward pass, where reuse is worth more than the cache.
       least_rows_bytes: size to which these two minima may enlarge a tile, and up to which the
         scores of a head in a row band are one tile.
-      side: rows and keys of a tile where whole tiles may be skipped: small enough to skip much,
-        large enough for efficient matmuls.
+      side: maximum rows and keys of a tile where whole tiles may be skipped: small enough to skip
+        much, large enough for efficient matmuls.
       window_side: the same under a narrow window, of at most `window_tiles * window_side` keys,
         where `group_rows` and `most_tiles` do not need more.
       window_tiles: the largest narrow window, in tiles of `window_side` keys.
       group_rows: minimum of the size under a narrow window, per query head of a group.
       most_tiles: maximum number of tiles along T or S under a narrow window, unless `side` needs
         more: the schedule has an entry for every pair of query and KV tile.
-      unroll_steps, unroll_bytes: maximum number and total size of `Tiling.steps`, of kernels with
-        all rows, for which their loop is unrolled, so that XLA runs some in parallel.
+      unroll_steps, unroll_bytes: maximum number and total size of `Tiling.steps` for which their
+        loop is unrolled if tiles are kernels with all rows, so that XLA runs some in parallel.
       unroll_query_tiles: maximum number of query tiles for which their loop is unrolled where keys
         are tiled too.
       row_bands: pairs (approximate rows per band, maximum number of bands); the pair that gives the
