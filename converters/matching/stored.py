@@ -1,5 +1,6 @@
 """Reads source and target of a plan, and computes weights that the source stores in parts."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from jaxmha.converters.layout.parametrized import Parts
 from jaxmha.converters.matching import keras_names, normed, trees
 from jaxmha.converters.matching.patterns import expand
 from jaxmha.converters.matching.plan import Question
+from jaxmha.converters.matching.terms import meaning
 from jaxmha.converters.matching.trees import Array, Tree
 
 
@@ -47,7 +49,7 @@ def read(source: Any, target: Any, argument: str = "target") -> tuple[Tree, Tree
     except BaseException:
         mine.close()
         raise
-    return _without_ties(mine, theirs), theirs
+    return _without_copies(_without_ties(mine, theirs), theirs), theirs
 
 
 def asked(questions: Sequence[Question], source: Tree, target: Tree) -> list[Question]:
@@ -107,6 +109,46 @@ def _without_ties(source: Tree, target: Tree) -> Tree:
     ]
     left = {one.name: one._replace(path=(*one.path, "tied"), form="no") for one in again}
     return replace(source, arrays={**source.arrays, **left}) if left else source
+
+
+def _without_copies(source: Tree, target: Tree) -> Tree:
+    """Returns a source that lists a tied table once where the target has fewer arrays of its sizes.
+
+    A file may have copies of tied arrays: a head with the values of an embedding is one.
+    """
+    mine, theirs = (Counter(map(_sizes, x.arrays.values())) for x in (source, target))
+    more = [
+        one
+        for one in source.arrays.values()
+        if theirs[_sizes(one)] < mine[_sizes(one)]
+        and len(one.shape) == 2
+        and meaning(one.path) & {"embed", "head"}
+    ]
+    again = {one.name: source.aliases[one.name] for one in more if one.name in source.aliases}
+    heads = [x for x in more if x.name not in again and "head" in meaning(x.path)]
+    again |= {head.name: first for head in heads for first in _equal(head, source)[:1]}
+    if not again:
+        return source
+    left = {name: one for name, one in source.arrays.items() if name not in again}
+    return replace(source, arrays=left, aliases={**source.aliases, **again})
+
+
+def _sizes(array: Array) -> tuple[int, ...]:
+    return tuple(sorted(array.shape))
+
+
+def _equal(head: Array, source: Tree) -> list[str]:
+    """Returns the embeddings with the values of a head; none if it is constant, as initialisers do."""
+    others = [
+        one.name
+        for one in source.arrays.values()
+        if (one.shape, one.dtype) == (head.shape, head.dtype) and "embed" in meaning(one.path)
+    ]
+    try:
+        own = source.load(head.name) if others else np.zeros(1)
+    except ValueError:  # an abstract array, which has no values
+        return []
+    return [x for x in others if np.ptp(own) and np.array_equal(own, source.load(x))]
 
 
 def _computed(tree: Tree, model: Any) -> Tree:

@@ -133,7 +133,8 @@ def _read(model: Any, argument: str) -> Tree:
     if isinstance(model, Mapping) and keras_files.has_names(model):
         return _keras_state(model)
     if isinstance(model, Mapping) and any(str(name).endswith(".weight") for name in model):
-        return replace(_tree(model, "file", argument), order=_order(model))  # a torch state dict
+        aliases = _aliases(model, model) if argument == "source" else {}
+        return replace(_tree(model, "file", argument), order=_order(model), aliases=aliases)
     return _tree(model, framework if framework == "equinox" else "tree", argument)
 
 
@@ -202,17 +203,11 @@ def _torch(module: Any) -> Tree:
     state = {n: x for n, x in live.state.items() if hasattr(x, "data_ptr")}
     left = [name for name in live.state if name not in state]  # from get_extra_state, or quantised
     notes = (f"left out: entries that are not tensors: {', '.join(left)}",) * bool(left)
-    arrays, seen, aliases = dict[str, Array](), dict[tuple[Any, ...], str](), dict[str, str]()
     kept = state
     if not all(tensor.data_ptr() for tensor in state.values()):
         kept = module.state_dict(keep_vars=True)  # on the meta device, only identity shows sharing
-    for name, tensor in state.items():
-        place = tensor.data_ptr() or id(kept[name])
-        where = (place, tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and where in seen:
-            aliases[name] = seen[where]
-            continue
-        seen[where] = name
+    arrays, aliases = dict[str, Array](), _aliases(state, kept)
+    for name, tensor in ((n, x) for n, x in state.items() if n not in aliases):
         layer = live.layers.get(name.rpartition(".")[0])
         form = form_of(layer, "torch")
         if not form and "transformers" in packages_of(layer) and type(layer).__name__ == "Conv1D":
@@ -229,6 +224,17 @@ def _torch(module: Any) -> Tree:
         order=tuple(arrays),
         stated=partial(of_torch, arrays, live.layers),
     )
+
+
+def _aliases(state: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, str]:
+    """Maps the second name of each tensor of torch to its first; `kept`: variables, not copies."""
+    found, seen = dict[str, str](), dict[tuple[Any, ...], str]()
+    for name, x in state.items():
+        if hasattr(x, "data_ptr") and x.numel():
+            where = (x.data_ptr() or id(kept[name]), tuple(x.shape), x.stride())
+            if (first := seen.setdefault(where, name)) != name:
+                found[name] = first
+    return found
 
 
 def _configuration(module: Any) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -53,6 +54,34 @@ def test_the_bias_of_a_tied_head_is_found_in_a_state_dict() -> None:
     assert torch.equal(convert.load_into(model, state).lm_head.bias, state["lm_head.bias"])
     with pytest.raises(ValueError, match=r"no place for lm_head\.weight"):
         convert.load_into(model, {**state, "lm_head.weight": torch.zeros(V, D)})
+
+
+@pytest.mark.parametrize("stored", ["shared", "copied", "pt", "safetensors"])
+def test_a_model_without_a_head_leaves_out_one_that_is_tied(stored: str, tmp_path: Path) -> None:
+    state: Any = Theirs().state_dict()
+    if stored == "copied":
+        state = {name: x.clone() for name, x in state.items()}
+    source = state if stored in ("shared", "copied") else tmp_path / f"model.{stored}"
+    if stored == "pt":
+        torch.save(state, source)
+    elif stored == "safetensors":
+        save_file({name: x.numpy() for name, x in state.items()}, source)
+    model = Mine()
+    del model.lm_head
+    flax.load_into(model, source)
+    np.testing.assert_array_equal(model.tokens.embedding[...], state["embed_tokens.weight"])
+    assert prove(source, model).same
+
+
+@pytest.mark.parametrize("value", [1.0, None], ids=["constant", "other"])
+def test_a_head_of_other_or_constant_values_has_no_place(value: float | None) -> None:
+    model, state = Mine(), {name: x.clone() for name, x in Theirs().state_dict().items()}
+    del model.lm_head
+    for name in ("embed_tokens.weight", "lm_head.weight")[value is None :]:
+        state[name][:] = torch.arange(D) if value is None else value
+    with pytest.raises(ValueError, match=r"no place for lm_head\.weight"):
+        flax.load_into(model, state)
+    assert match({n: jax.eval_shape(lambda y: y, x.numpy()) for n, x in state.items()}, model)
 
 
 def test_two_heads_without_a_source_are_asked_about() -> None:
