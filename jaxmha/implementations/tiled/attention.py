@@ -78,8 +78,8 @@ def _sizes() -> tuple[tuple[str, int], ...]:
 
 
 def attend(request: Request, distributed: Core | None = None) -> Result:
-    """Computes the request; sums are float32, or float64 for float64 inputs. If no precision is
-    set, matmul operands of half-precision requests are rounded to its significand, but not on CPUs.
+    """Computes the request; sums are float32, or float64 for float64 inputs. For half precision,
+    matmul operands are rounded to its significand, except on CPUs or if a precision is set.
 
     `distributed`: computes `core` by context parallelism; None: `core` itself.
     """
@@ -211,7 +211,8 @@ def _core(
     seed: Seed | None,
     score_mod: Mod | None,
 ) -> OutAndLse:
-    """Computes `core` for arrays of one device, or of all; in bands if `bands.kind` says so."""
+    """Computes `core` for arrays of one device, or of all; in bands if `bands.kind` chooses them and
+    there is no score function."""
 
     def attend_band(
         config: Config,
@@ -326,7 +327,7 @@ def core_forward(
     seed: Seed | None,
     score_mod: Mod | None = None,
 ) -> tuple[OutAndLse, tuple[CoreInputs, Softmax]]:
-    """The forward rule of `core`. Output, row max and sum have names for `jax.checkpoint`."""
+    """The forward rule of `core`. `jax.checkpoint` can save attention_out and attention_lse."""
     inputs = query, key, value, bias, traced, seed, score_mod
     softmax = per_device.run(
         lambda own, inputs, _: forward_for_gradient(own, config, *inputs), tiling, inputs, ()

@@ -33,7 +33,8 @@ def run(
     others: Others,
     results: Callable[[Tree], Any] | None = None,
 ) -> Tree:
-    """Runs `function(tiling, inputs, others)` on each device, for its own batch rows and heads.
+    """Runs `function(tiling, inputs, others)`, on each device for its own batch rows and heads if
+    XLA may partition the program.
 
     Dropout masks, score functions and mask functions depend on positions in the whole batch: with
     them, `function` gets the whole arrays, and XLA partitions the program itself.

@@ -45,8 +45,8 @@ class Config(NamedTuple):
         their dtype.
       scale: factor of the logits by which the rows are not multiplied yet.
       transposed: whether the scores of the forward pass are `s r`, and so round like the scores of
-        the backward pass. Without a gradient they are `r s`: XLA:CPU takes up to 1.9 times as long
-        for matmuls with the values on the left.
+        the backward pass. Without a gradient, or with one KV tile, they are `r s`: XLA:CPU takes up
+        to 1.9 times as long for matmuls with the values on the left.
     """
 
     soft_cap: float | None
@@ -314,7 +314,7 @@ def backward(
     minus_delta = jnp.swapaxes(minus_delta, -1, -2)
     if whole:  # subtracts delta of the recomputed weights: exps * d_weights then sum to 0 in a row
         d_weights -= sum_of_rows(exps * d_weights) / divisor
-        if exps.size <= SMALL_SUM:  # again: the first time leaves a rounding error
+        if exps.size <= SMALL_SUM:  # delta subtracted once leaves its rounding error
             d_weights -= sum_of_rows(exps * d_weights) / divisor
         minus_delta /= divisor
     d_bias = exps * (d_weights + minus_delta)
