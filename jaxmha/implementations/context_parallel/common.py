@@ -105,7 +105,7 @@ def distributed_core(
 
     Masks of rows and keys and segment ids are small, so every device holds them for all positions;
     devices exchange keys, values and gradients, but no masks. `dtype`: of keys and values in the
-    request, in which devices exchange them, although `attention.core` gets them in another dtype.
+    request, in which devices exchange them; that of `key` and `value` may be wider.
     """
     B, N, T, _ = query.shape
     K, S = key.shape[1:3]
@@ -168,8 +168,8 @@ def _condition_specs(conditions: Conditions, split: shard_map.Split) -> Conditio
 
 
 class Pair(NamedTuple):
-    """Arguments of `attention.core`, other than the arrays of heads and the bias, for one contiguous
-    range (part) of queries and one of keys; positions count from the start of each."""
+    """Arguments of `attention.core`, other than query, key, value and bias, for one contiguous range
+    (part) of queries and one of keys; positions in `traced` count from the start of each."""
 
     tiling: Tiling
     config: Config

@@ -2,7 +2,7 @@
 
 Each device keeps its queries, receives the keys and values of one device at a time, and folds them
 into its online-softmax state. In the backward pass the gradients of keys and values rotate with
-them. Hops at which the window or a static causal offset masks all pairs on all devices are skipped.
+them. Hops at which static bounds, of a window or causality, mask all pairs on all devices are skipped.
 Sums accumulate in place and arriving tiles reuse the buffers of departing ones, so that memory per
 device falls as devices are added.
 Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
@@ -320,8 +320,9 @@ def _rotate(
 
 
 def _runs(static: Static, traced: Conditions) -> list[tuple[int, int]]:
-    """Ranges (first, last) of consecutive hops, without those at which the window or a static causal
-    offset masks all pairs on all devices: arrays are sent from a range to the next at once."""
+    """Ranges (first, last) of consecutive hops, without those at which static bounds mask all pairs on
+    all devices; with a traced causal offset, only the left bound is static. Arrays are sent from a
+    range to the next at once."""
     below, above = common.bounds(static, traced)
     if above is not None and not isinstance(above, int):
         above = None

@@ -53,15 +53,15 @@ def unavailable() -> str | None:
         return DECLINED["platform"].format(platform.device)
     if jax.process_count() > 1:
         return DECLINED["processes"]
-    if jax.device_count() > 1 and not on_one_device():
+    if jax.device_count() > 1 and not in_shard_map():
         return DECLINED["devices"]
     return library.unavailable()
 
 
-def on_one_device() -> bool:
-    """True within a `shard_map`, and under `jaxmha.sharding.use`, which adds one: each device has its
-    own arrays along the mapped mesh axes. Where XLA may partition others, plain XLA replaces the
-    kernels at lowering (`registration.may_move`)."""
+def in_shard_map() -> bool:
+    """True within a `shard_map`, and under `jaxmha.sharding.use`, which adds one. Where XLA may still
+    partition a call, over mesh axes that are not mapped, plain XLA replaces the kernels at lowering
+    (`registration.may_move`)."""
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
     return manual or sharding.current() is not None
 

@@ -88,8 +88,8 @@ def unsupported_reason(rows: Array, key: Array, value: Array) -> str | None:
 
 
 def operands(rows: Any, key: Any, value: Any, lengths: Any, first: Any, **others: Any) -> Operands:
-    """The operands of a step, in the dtypes that the kernel reads. `others`: key_scale, value_scale,
-    table and allowed, all four; None: absent."""
+    """The operands of a step; all but rows, key and value are cast to the dtypes that the kernel reads.
+    `others`: key_scale, value_scale, table and allowed, all four; None: absent."""
     dtypes: dict[str, Any] = dict.fromkeys(("key_scale", "value_scale"), np.float32)
     dtypes |= {"table": np.int32, "allowed": np.bool_}
     given = {

@@ -56,8 +56,8 @@ def write(
 
 
 def in_xla(_: Settings, operands: Sequence[Any]) -> tuple[jax.Array]:
-    """Computes `write` in plain XLA. `operands`: its arguments, without None and with tokens in the
-    dtype of the pool."""
+    """Computes `write` in plain XLA. `operands`: its arguments, with tokens in the dtype of the pool,
+    and pages beyond the pool in place of None."""
     pool, tokens, pages, slots, sources, targets = operands
     bits, tokens = as_bits(pool), as_bits(tokens)
     old = jnp.take(bits, sources, 0, mode="clip")

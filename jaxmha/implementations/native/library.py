@@ -44,8 +44,8 @@ class Loaded(NamedTuple):
 
 
 def unavailable() -> str | None:
-    """Loads and registers the library, once; returns the reason why this process cannot use it, or
-    None.
+    """Loads and registers the library, if it is usable and not registered yet; returns the reason why
+    this process cannot use it, or None.
 
     Raises:
       ValueError: JAXMHA_NATIVE is neither empty nor in VALUES.

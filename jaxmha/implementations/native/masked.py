@@ -24,10 +24,10 @@ from jaxmha.implementations.tiled.layout import Index
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
 # A pass evaluates the mask, one bit per pair, as a whole if it takes at most MASK_BYTES, for which a
-# loop would not pay, or at most WHOLE times the bytes of the results of the pass. Otherwise a loop
-# visits some queries and keys at a time: their bits, and the copies of their operands and results,
-# take about MASK_BYTES or PARTS times the bytes of the results, whichever is more. They take more
-# only if the fewest queries (64) and keys (LEAST_KEYS) of a visit do.
+# loop would not pay, or at most WHOLE times the bytes of the output or, in the backward pass, of output,
+# its cotangent and gradients. Otherwise a loop visits some queries and keys at a time: their bits, and
+# the copies of their operands and results, take about MASK_BYTES or PARTS times the same bytes,
+# whichever is more. They take more only if the fewest queries (64) and keys (LEAST_KEYS) of a visit do.
 MASK_BYTES = 2**20
 WHOLE, PARTS = 1 / 4, 1 / 6
 # Minimum number of keys of a visit of the backward pass that does not visit all keys: more than
@@ -129,9 +129,8 @@ def _grain(masks: Masks, letter: str) -> int:
 
 
 def _evenly(size: int, most: float, grain: int) -> int:
-    """The number of queries, out of `size`, to visit at a time: about `most` or fewer, so that all
-    visits have similar numbers; but a multiple of `grain` (of 64 if `grain` exceeds `most`) or `size`.
-    """
+    """The number of queries, out of `size`, to visit at a time, so that all visits have similar numbers:
+    `size`, or a multiple of `grain` (of 64 if `grain` exceeds `most`), of about `most` or fewer."""
     grain = grain if grain <= most else 64
     parts = -(-size // max(grain, int(most)))
     return min(size, -(-size // (parts * grain)) * grain)

@@ -21,8 +21,8 @@ from jaxmha.implementations.native.registration import register
 
 NAME = "native"
 # The minimum rows in float32, LEAST_ROWS or, with at least WIDE columns, LEAST_ROWS_OF_WIDE, and the
-# minimum multiplications in any dtype. Below these XLA's matmul takes less time: a native one costs
-# microseconds and copies the weights, for which few rows do not pay.
+# minimum multiplications in any dtype, LEAST_WORK. Below these XLA's matmul takes less time: a native
+# one costs microseconds and copies the weights, for which few rows do not pay.
 LEAST_ROWS, LEAST_ROWS_OF_WIDE, LEAST_WORK = 48, 16, 2**20
 WIDE = 1024
 # The minimum rows in bfloat16, where the copy of the weights costs little: LEAST_ROWS_OF_BF16, or
@@ -60,7 +60,7 @@ def unsupported_reason(
         least = LEAST_ROWS_OF_WIDE if columns >= WIDE else LEAST_ROWS
     if rows < least or rows * depth * columns < LEAST_WORK:
         return f"{rows} x {depth} by {depth} x {columns} takes XLA less time"
-    if jax.process_count() > 1 or (jax.device_count() > 1 and not attention.on_one_device()):
+    if jax.process_count() > 1 or (jax.device_count() > 1 and not attention.in_shard_map()):
         return "XLA may partition the call"
     reason = library.unavailable()
     if reason is None and dtype == BF16 and library.isa() != "amx":

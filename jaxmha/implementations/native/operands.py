@@ -38,8 +38,8 @@ class Settings(NamedTuple):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of an FFI call: the scale as a power of two and the `rest` of it, and a soft
-        cap that is 0 if there is none."""
+        """The attributes of an FFI call. Their `scale` is a power of two, and times `rest` it is the
+        scale of the logits; a soft cap of 0 is none."""
         return {
             "scale": np.float32(split_scale(self.scale)[0]),
             "rest": np.float32(split_scale(self.scale)[1]),

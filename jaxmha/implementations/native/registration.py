@@ -39,7 +39,7 @@ def register(
       transpose: the transpose rule of linear operands; None: no operand is linear.
       aliases: number of an operand -> number of the result that overwrites it.
     """
-    from jax.extend.core import Primitive  # here, since it imports Pallas, which few programs need
+    from jax.extend.core import Primitive  # not above: it imports Pallas, which few need
 
     primitive: Any = Primitive(f"jaxmha_cpu_{name}")
     primitive.multiple_results = True
