@@ -108,7 +108,7 @@ def attended(
 def _attended_by_intervals(
     conditions: Conditions, T: int, S: int
 ) -> tuple[Bool[Array, "b1 1 T"], Bool[Array, "b2 1 S"]]:
-    """Attended rows and keys under at most a window, one causal offset, and valid rows and keys.
+    """Attended rows and keys under at most a window, causal offsets, and valid rows and keys.
 
     The bounds allow each row an interval of keys, and each key an interval of rows. Counts of the
     valid positions within these intervals suffice, so that no pairs are visited. If static bounds

@@ -211,8 +211,7 @@ def _core(
     seed: Seed | None,
     score_mod: Mod | None,
 ) -> OutAndLse:
-    """Computes `core` for arrays of one device, or of all; in bands if `bands.kind` chooses them and
-    there is no score function."""
+    """Computes `core`, in bands if `bands.kind` chooses some and there is no score function."""
 
     def attend_band(
         config: Config,
