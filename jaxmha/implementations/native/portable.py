@@ -53,7 +53,8 @@ def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list
 def attend_backward(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
     """Gradients of query, key and value, and zeros for delta, which only native kernels read.
 
-    `operands`: the fields of `Problem` and `Residuals`, and the output.
+    `operands`: the fields of `Problem` and `Residuals`, and the output. `by`: the implementation whose
+    gradients they are.
     """
 
     def one(*operands: Any) -> tuple[Any, ...]:
@@ -70,7 +71,8 @@ def attend_backward(settings: Settings, *operands: Any, by: ModuleType = blocked
 
 
 def bias_gradient(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
-    """The gradient of the bias. `operands`: the fields of `Problem` and `Residuals`, and delta."""
+    """The gradient of the bias by the implementation `by`. `operands`: the fields of `Problem` and
+    `Residuals`, and delta, which is not read."""
 
     def one(*operands: Any) -> tuple[Any, ...]:
         problem, residuals = _split(operands)
