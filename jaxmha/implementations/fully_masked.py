@@ -27,7 +27,7 @@ def apply(
         masked &= sharding.in_order(within, 1)
     if policy == "mean" and request.value.shape[1]:
         values = request.value.astype(accumulation_dtype(request.value.dtype))
-        # Divided before the sum, which would be infinite for large values.
+        # The division comes before the sum, which could overflow otherwise.
         mean = (values / values.shape[1]).sum(1, keepdims=True)
         mean = jnp.repeat(mean, N // values.shape[2], 2)
         return jnp.where(masked[..., None], mean.astype(out.dtype), out)

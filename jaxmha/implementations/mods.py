@@ -24,8 +24,7 @@ from jaxmha.implementations.program import Closed, Program
 Index: TypeAlias = jax.Array | int
 Floats: TypeAlias = tuple[jax.Array, ...]
 Function: TypeAlias = Callable[..., jax.Array]
-# One letter per argument of a mask function and of a score function: score (x), batch row, query
-# head, query and key.
+# Letters of the arguments of mask and score functions: score x, batch row b, head n, query i, key j.
 MASK, SCORE = "bnij", "xbnij"
 _NAMES = {"x": "score", "b": "b", "n": "n", "i": "i", "j": "j"}
 
@@ -124,6 +123,7 @@ def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | N
     Raises:
       TypeError: the argument is not a function, or returns a wrong dtype.
       ValueError: the function does not return one value per pair.
+      Exception: the function raised it when it was traced; a note says so.
     """
     if function is None:
         return None
@@ -162,8 +162,8 @@ _PROGRAMS: WeakKeyDictionary[Function, Program] = WeakKeyDictionary()
 
 
 def _remembered(function: Function, program: Program) -> Program:
-    """The program of the last trace if `program` equals it apart from rules of custom derivatives,
-    else `program`. Every trace makes new rules, with which every call would compile anew."""
+    """The program of the last trace of `function` if `program` equals it apart from rules of custom
+    derivatives, else `program`. Each trace makes new rules, with which calls would compile anew."""
     try:
         last = _PROGRAMS.setdefault(function, program)
     except TypeError:  # a function that cannot be hashed, or not weakly referenced
@@ -195,7 +195,7 @@ def _check(name: str, out: object, dtype: np.dtype[np.floating] | None) -> None:
 
 
 def _hoisted(closed: Closed, arguments: str) -> Mod:
-    """Converts a closed jaxpr to a `Mod`, whose captured arrays are inputs."""
+    """Converts a closed jaxpr with `arguments`, MASK or SCORE, to a `Mod`, which has its constants."""
     arrays = [jnp.asarray(x) for x in closed.consts]
     floating = tuple(bool(jnp.issubdtype(x.dtype, np.floating)) for x in arrays)
     return Mod(Program.of(closed, arguments, floating), *_split(arrays, floating))
@@ -337,8 +337,7 @@ def _indices(
 def _vectorised(
     mod: Mod, floats: Floats, axes: str, inputs: Sequence[tuple[jax.Array, str]]
 ) -> jax.Array:
-    """Maps the function over `axes`, outermost first; `inputs`: each argument and its axes; `floats`:
-    the captured floating arrays."""
+    """Maps the function, given `floats`, over `axes`, outermost first; `inputs`: arguments, axes."""
     program = mod.program
     floating, others = iter(floats), iter(mod.others)
     arrays = [next(floating if is_float else others) for is_float in program.floating]
@@ -371,7 +370,7 @@ def of_pair(mod: Mod, *scalars: jax.Array) -> jax.Array:
 def of_pairs(
     mod: Mod, N: int, queries: Int32[jax.Array, "B T"], keys: Int32[jax.Array, "B s"]
 ) -> Bool[jax.Array, "B N T s"]:
-    """The mask of a mask function for queries and keys at the given positions."""
+    """The mask of a mask function for N query heads, at these positions (below 0 counts as 0)."""
     return _vectorised(mod, mod.floats, "bnij", _at_positions(N, queries, keys))
 
 
@@ -381,7 +380,7 @@ def of_scores(
     queries: Int32[jax.Array, "B T"],
     keys: Int32[jax.Array, "B s"],
 ) -> Float[jax.Array, "B N T s"]:
-    """Applies a score function to the scores of queries and keys at the given positions."""
+    """Applies a score function to scores of pairs at these positions (below 0 counts as 0)."""
     inputs = [(logits, "bnij"), *_at_positions(logits.shape[1], queries, keys)]
     return _vectorised(mod, mod.floats, "bnij", inputs).astype(logits.dtype)
 

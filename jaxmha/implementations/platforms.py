@@ -92,14 +92,15 @@ def devices() -> list[Any]:
     return _kinds(jax.local_devices)
 
 
-def _kinds(those: Callable[[], list[Any]]) -> list[Any]:
+def _kinds(list_devices: Callable[[], list[Any]]) -> list[Any]:
+    """JAX's default device if the user set one, else the first of `list_devices()` of each kind."""
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(default, str):
         default = jax.devices(default)[0]
     if default is not None:
         return [default]
     kinds: dict[str, Any] = {}
-    for device in those():
+    for device in list_devices():
         kinds.setdefault(device.device_kind, device)
     return list(kinds.values())
 

@@ -1,9 +1,10 @@
-"""Probes a kernel once per process: compiles it, runs it and compares its results with NumPy's.
+"""Probes kernels: compiles and runs them on small cases, and compares the results with NumPy's.
 
-The environment variable JAXMHA_PROBE changes this: `0` uses no kernel, `trust` uses kernels without
-a probe, `strict` raises if a kernel fails. A probe that takes longer than JAXMHA_PROBE_SECONDS
-(default 60) has failed, and stops after its current case. The processes of a multi-process program
-exchange the outcomes of their probes; each waits up to that limit for the others' to begin.
+Each process probes a kernel once per kind of request and kind of device. The environment variable
+JAXMHA_PROBE changes this: `0` uses no kernel, `trust` uses kernels without a probe, `strict` raises
+if a kernel fails. A probe that takes longer than JAXMHA_PROBE_SECONDS (default 60) has failed, and
+stops before it compiles or runs anything more. The processes of a multi-process program exchange
+the outcomes of their probes; each waits up to that limit for processes that have begun no probe.
 """
 
 import atexit
@@ -27,12 +28,15 @@ from jaxmha.implementations.probe_cases import Kind
 Attend = Callable[..., Result]
 Reason = Callable[[Request], str | None]
 
-# Largest error against float32, relative to the largest value; bfloat16 rounds to 2 ** -8.
+# Largest error of a right result against float32, relative to the result's largest absolute value;
+# bfloat16 rounds to 2 ** -8.
 ALLOWED = 0.03
-# Texts in the errors of a busy machine: the probe is repeated, and its outcome is not cached.
+# Texts in the errors of a busy machine: after such an error a probe runs once more, and an outcome
+# with one is not cached.
 TRANSIENT = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED")
 MODES = ("", "0", "trust", "strict")
-# When the process ends, it waits this many seconds for probes that did not finish in time.
+# When the process ends, it waits up to this many seconds in all for the threads in _LATE: probes
+# that did not finish in time. _WAITED: the turns for which `_agreed` has waited once already.
 LINGER = 30.0
 _LATE: list[threading.Thread] = []
 _WAITED: set[str] = set()
@@ -70,10 +74,20 @@ def failure(
     likely: Leaks = Leaks(),
     agree: bool = True,
 ) -> str | None:
-    """The reason why a kernel does not work in this or another process, or None; warns once.
+    """The reason why a kernel does not work here; None: it works, or JAXMHA_PROBE is "trust".
 
-    `likely`: the `Leaks` that the probe tries first, since each try compiles the cases anew.
-    `agree`: True if all processes probe the kernel and exchange the outcomes.
+    Probes the kernel if no outcome is cached, and then warns if it fails.
+
+    Args:
+      name: the kernel's name in messages and as the key of its outcome.
+      attend: runs the kernel; its argument `leaks` says what to zero.
+      unsupported: the reason why the kernel cannot compute a case, which is then left out.
+      kind: the kind of request to probe.
+      likely: the `Leaks` that the probe tries first, since each try compiles the cases anew.
+      agree: True if all processes probe the kernel: a failure in one is then one in all.
+
+    Raises:
+      RuntimeError: the kernel does not work, and JAXMHA_PROBE is "strict".
     """
     chosen = mode()
     if chosen in ("0", "trust"):
@@ -138,7 +152,7 @@ def seconds() -> float:
     """The time limit of a probe, from JAXMHA_PROBE_SECONDS.
 
     Raises:
-      ValueError: the value is not a number of at least 0.
+      ValueError: the value is not a number from 0 to `threading.TIMEOUT_MAX`.
     """
     given = os.environ.get("JAXMHA_PROBE_SECONDS", "60")
     try:
@@ -155,9 +169,11 @@ def _key(name: str, kind: Kind) -> tuple[str, ...]:
 
 
 def _within_limit(attend: Attend, unsupported: Reason, kind: Kind, likely: Leaks) -> Finding:
-    """Runs the probe in a daemon thread, with a time limit, on one device of each kind, or on the
-    caller's default device. The caller's trace and contexts do not apply in the thread. A hanging
-    thread does not keep the process from exiting; one that compiles during the exit would abort it.
+    """Runs the probe on each of `platforms.devices()`, in a daemon thread and with one time limit.
+
+    Returns the worst finding, with the leaks of all devices. The caller's trace and contexts do not
+    apply in the thread. A hanging thread does not keep the process from exiting; one that compiles
+    during the exit would abort it, so `_linger` waits for it.
     """
     devices = platforms.devices()
     found: list[Finding] = []
@@ -228,8 +244,9 @@ def _turn(key: tuple[str, ...]) -> str | None:
 
 
 def _agreed(turn: str, found: Finding) -> Finding:
-    """The worst finding of all processes: they must choose the same implementation, since all run
-    the same program. A process that does not begin in time is ignored: it runs another program."""
+    """The worst of this process's finding and those of others, with the leaks of all: processes that
+    run one program must choose the same implementation. `turn`: the prefix that `_turn` returned. A
+    process that does not begin its probe in time is ignored: it seems to run another program."""
     client = _client()
     mine = f"{turn}/{jax.process_index()}"
     client.key_value_set(mine, json.dumps(found), allow_overwrite=True)
@@ -272,8 +289,8 @@ def _most(*leaks: Leaks) -> Leaks:
 
 
 def _tried(attend: Attend, unsupported: Reason, kind: Kind, likely: Leaks = Leaks()) -> Finding:
-    """Runs all cases of a kernel. If unattended keys and values change the results of a case, runs
-    all cases again with more of these zeroed."""
+    """Runs all cases of a kernel. As long as a case with NaN in unattended keys and values has a wrong
+    result, runs all cases again with more of these zeroed, up to all of them."""
     leaks: Leaks | None = likely
     while leaks is not None:
         found, leaks = _once(attend, unsupported, kind, leaks)
@@ -283,8 +300,8 @@ def _tried(attend: Attend, unsupported: Reason, kind: Kind, likely: Leaks = Leak
 def _once(
     attend: Attend, unsupported: Reason, kind: Kind, leaks: Leaks
 ) -> tuple[Finding, Leaks | None]:
-    """Runs all cases with unattended keys and values zeroed as `leaks` says. Returns the finding,
-    and the `Leaks` to try next (None: the finding is final)."""
+    """Runs the supported cases, up to the first that fails, with unattended keys and values zeroed as
+    `leaks` says. Returns the finding, and the `Leaks` to try next (None: the finding is final)."""
     for case in probe_cases.cases(kind):
         if unsupported(case.request) is not None:
             continue
@@ -302,8 +319,9 @@ def _once(
 
 
 def _more(leaks: Leaks, *, gradient: bool) -> Leaks:
-    """The `Leaks` to try next: one level more of gradients if a `gradient` is wrong, else of the
-    output. If gradients have the highest level already, everything is zeroed."""
+    """The `Leaks` to try next, if a result is wrong: one level more for gradients if it is a
+    `gradient`, else for the output, and then gradients have at least the level of the output. If
+    gradients have the highest level already, everything is zeroed."""
     if gradient and leaks.gradients < EVERYTHING_LEAKS.gradients:
         return leaks._replace(gradients=leaks.gradients + 1)
     output = EVERYTHING_LEAKS.output if gradient else leaks.output + 1

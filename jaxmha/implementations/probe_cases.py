@@ -14,13 +14,12 @@ from jaxmha.semantics import Semantics
 Wide = np.ndarray[Any, np.dtype[np.float32]]
 
 
-# Features (H, h) of the heads of most probes: USUAL stands for all equal heads up to WIDEST_USUAL.
-# Wider or unequal heads are probed with their own sizes.
+# Features (H, h) of the heads of most probes: USUAL stands for all sizes with H = h up to
+# WIDEST_USUAL. Other heads are probed with their own sizes.
 USUAL, WIDEST_USUAL = (64, 64), 128
-# Numbers of queries of a probe: FEW stands for 2 to FEW queries, MANY for more, since few queries
-# run other kernels. One query has a probe of its own: if unattended keys reach the results only in
-# kernels for more queries, those of one query need no zeroing, which would cost most relative to
-# its work.
+# Numbers of queries of a probe: FEW stands for 2 to FEW queries, MANY for more, since libraries run
+# other kernels for few queries. One query has a probe of its own, to find whether its kernel needs
+# unattended keys and values zeroed: zeroing takes most time relative to the kernel there.
 FEW, MANY = 16, 128
 
 
@@ -31,7 +30,8 @@ class Kind(NamedTuple):
       dtype: of queries, keys and values.
       dense: whether there is a bias or a dense mask.
       packed: whether sequences are packed, by their lengths.
-      heads: features of a query and of a value head.
+      heads: USUAL for equal heads of at most WIDEST_USUAL features, else the features of a query
+        and of a value head.
       padded: whether a Boolean array gives the valid keys.
       queries: 1, FEW or MANY; always MANY if the call is dense, packed or padded.
     """
@@ -59,7 +59,8 @@ class Kind(NamedTuple):
 
 
 def kind_of(request: Request) -> Kind:
-    """The properties of a request that decide which probe covers it; `padded` stays False."""
+    """The properties of a request that decide which probe covers it. `padded` stays False: the module
+    of a kernel that reads padding as a Boolean array sets it."""
     dense = request.bias is not None or request.mask.array is not None
     packed = request.mask.packed_ends is not None
     heads = request.query.shape[3], request.value.shape[3]
@@ -75,7 +76,7 @@ class Case(NamedTuple):
     Attributes:
       name: the name of the case in messages.
       request: the call.
-      cotangents: cotangents of output and lse.
+      cotangents: cotangents of output and lse; the latter is unused unless the request returns lse.
       clean: query, key, value and cotangents in float32, with 0 in place of NaN.
       poisoned: whether unattended keys and values are NaN, which must not reach the results.
     """
@@ -121,14 +122,15 @@ class Case(NamedTuple):
 
 
 def cases(kind: Kind) -> Iterator[Case]:
-    """The cases of a probe.
+    """The cases with which kernels are probed for a kind of request.
 
-    If `dense`: a call with a bias, and one with a dense mask. If `packed`: full, causal, and causal
-    of odd size, each with some empty sequences. If `padded`: many queries and one query, with
-    invalid keys at any positions. Otherwise: lengths with log-sum-exp; then lengths alone for one
-    query, or a causal mask, odd sizes and a window for more queries. Of sequences with lengths, one
-    is full, one is shorter and one is empty. Keys and values that no query attends are NaN; in the
-    shorter sequence they begin within a tile, so that kernels read some of them.
+    If `dense`: a call with a bias, causal mask and lengths, and one with a dense mask. If `packed`:
+    full, causal, and causal of odd size, each with some empty sequences. If `padded`: many queries
+    and one query, with invalid keys at any positions. Otherwise: lengths with log-sum-exp; then
+    lengths alone for one query, or, for more queries, causal with lengths, odd sizes without a mask,
+    and a window. Of sequences with lengths, one is full, one is shorter and one is empty. Keys and
+    values that no query attends are NaN; in the shorter sequence they begin within a tile, so that
+    kernels read some of them.
     """
     T, S = kind.queries, 384
 

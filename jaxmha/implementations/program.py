@@ -24,7 +24,7 @@ class Program:
     Attributes:
       jaxpr: jaxpr of the function; its constvars are the captured arrays.
       arguments: one letter per argument: b, n, i, j; for a score function, x (the score) first.
-      uses: the letters of the arguments that the value depends on.
+      uses: the letters of the arguments that the value may depend on.
       floating: whether each captured array is floating.
     """
 
@@ -44,7 +44,7 @@ class Program:
 
     @classmethod
     def of(cls, closed: Closed, arguments: str, floating: tuple[bool, ...]) -> "Program":
-        """The program of a closed jaxpr, without its constants."""
+        """The program of a closed jaxpr, without the constants; other arguments are attributes."""
         return cls(closed.jaxpr, arguments, _uses(closed.jaxpr, arguments), floating)
 
     def run(self, arrays: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> jax.Array:
@@ -55,7 +55,7 @@ class Program:
             found = _run_alike(self.jaxpr, arrays, arguments)[0]
         else:
             found = core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, arrays))(*arguments)[0]
-        # If the function returns a constant, `found` is a Python scalar.
+        # If the function returns a constant, `found` may be a Python scalar.
         aval: Any = self.jaxpr.outvars[0].aval
         return jnp.asarray(found, aval.dtype)
 
@@ -68,7 +68,8 @@ class Program:
 
     @property
     def adds_bias(self) -> bool:
-        """True for a score function that only adds a function of b, n and the distance `j - i`."""
+        """True for a score function that, by its jaxpr, only adds or subtracts a function of b, n
+        and the distance `j - i`."""
         from jaxmha.implementations import distances
 
         return self.arguments[0] == "x" and distances.adds_bias(self.jaxpr)
@@ -105,7 +106,7 @@ def _run_alike(
     """Evaluates a jaxpr in the `jax.shard_map` of a caller that checks varying mesh axes.
 
     The jaxpr was traced with scalars that vary over no mesh axis; here, the operands of each
-    primitive are cast to the union of their mesh axes. Custom JVP rules are ignored: JAX
+    primitive are cast to vary over the union of their mesh axes. Custom JVP rules are ignored: JAX
     differentiates the primitives of such a function instead.
     """
     from jax.extend import core
@@ -131,7 +132,7 @@ def _run_alike(
 
 
 def _uses(jaxpr: "core.Jaxpr", arguments: str) -> str:
-    """The letters of the arguments on which the value depends."""
+    """The letters of the arguments on which the value may depend: equations lead from them to it."""
     from jax.extend import core
 
     needed: set[Any] = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}

@@ -29,7 +29,7 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 class Matmuls(NamedTuple):
-    """The two matmuls of attention.
+    """The two matmuls of attention, as functions of two arrays and a precision.
 
     Attributes:
       query_key: queries `B T N H` and keys `B S K H` to `B N T S`.
@@ -43,7 +43,7 @@ class Matmuls(NamedTuple):
 def _query_key(
     query: Float[jax.Array, "B T N H"], key: Float[jax.Array, "B S K H"], precision: Precision
 ) -> Float[jax.Array, "B N T S"]:
-    """Multiplies queries and keys; the query heads of a group are rows of one matmul."""
+    """Multiplies queries and keys; all queries of a group of heads are rows of one matmul."""
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
     rows = jnp.moveaxis(query.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, N // K * T, H)
     logits = matmul(rows, jnp.transpose(key, (0, 2, 3, 1)), precision=precision)
@@ -65,10 +65,12 @@ HEAD_BY_HEAD = Matmuls(_query_key, _weights_value)
 def attend(
     request: Request, matmuls: Matmuls = HEAD_BY_HEAD, *, all_finite: bool = False
 ) -> Result:
-    """Computes the request; intermediates are float32, or float64 for float64 inputs.
+    """Computes the request.
 
-    `all_finite`: assumes that all operands are finite, and so does not zero unattended keys and
-    values: a weight of 0 is enough to exclude them.
+    Intermediates are float32, or float64 for float64 queries; the logits and their exponentials are
+    in `softmax_dtype` if that is given. `matmuls`: how the two matmuls are computed. `all_finite`:
+    assumes that all operands are finite, and so does not zero queries, keys and values without an
+    allowed pair: a weight of 0 is enough to exclude them.
     """
     semantics = request.semantics
     (B, T, N, _), S = request.query.shape, request.value.shape[1]
@@ -114,9 +116,9 @@ def _with_means(
     masked: Bool[jax.Array, "B N T 1"],
     out: Float[jax.Array, "B T N h"],
 ) -> Float[jax.Array, "B T N h"]:
-    """Replaces fully masked rows by means over the original values: `out` was computed with
-    unattended values set to 0. Other rows keep `out`, so that a NaN in an unattended value does not
-    reach them."""
+    """Replaces the rows of `out` where `masked` is True by means over the original values: `out` was
+    computed with unattended values set to 0. Other rows keep `out`, so that a NaN in an unattended
+    value does not reach them. `kept`: weights after dropout, which weigh these means."""
     rows = jnp.swapaxes(masked, 1, 2)
     if not request.drops:
         return fully_masked.apply(request, out, rows[..., 0])
@@ -127,8 +129,9 @@ def _with_means(
 def _modified(
     request: Request, logits: Float[jax.Array, "B N T S"], allowed: Bool[jax.Array, "..."] | None
 ) -> Float[jax.Array, "B N T S"]:
-    """Applies `score_mod` and masks the result. The function gets 0 for excluded pairs, since NaN
-    or -inf, times a cotangent of 0, would make gradients NaN."""
+    """Applies `score_mod`, and sets the result to -inf where `allowed` is False (None: nowhere). The
+    function gets 0 for these pairs, since NaN or -inf, times a cotangent of 0, would make gradients
+    NaN."""
     mod = request.score_mod
     assert mod is not None
     B, N, T, S = logits.shape
@@ -142,7 +145,8 @@ def _modified(
 def _softmax(
     logits: Float[jax.Array, "B N T S"], accumulate: np.dtype[np.floating]
 ) -> tuple[Float[jax.Array, "B N T S"], Float[jax.Array, "B N T"], Bool[jax.Array, "B N T 1"]]:
-    """Weights, log-sum-exp, and True for fully masked rows, whose weights are 0 and lse -inf."""
+    """Weights, log-sum-exp, and True for fully masked rows, whose weights are 0 and lse -inf. Weights
+    and log-sum-exp have the dtype `accumulate`."""
     # A fully masked row has row max -inf and row sum 0; both are replaced to avoid NaN.
     row_max = jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
     exps = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(logits.dtype))
@@ -155,7 +159,8 @@ def _softmax(
 
 
 def _drop(request: Request, weights: Float[jax.Array, "B N T S"]) -> Float[jax.Array, "B N T S"]:
-    """Weights after dropout."""
+    """Sets dropped weights to 0 and divides the others by the probability that a weight is kept.
+    Returns all unchanged if the request has no dropout."""
     if request.dropout_key is None or not request.drops:
         return weights
     B, N, T, S = weights.shape

@@ -34,7 +34,8 @@ def forward_mode() -> Iterator[None]:
 
 
 def only(request: Request) -> Request:
-    """Returns the request, with arrays that raise TypeError in forward mode."""
+    """Returns the request with floating arrays that raise TypeError if they are differentiated in
+    forward mode."""
     mod = request.score_mod
     operands = (*request[:3], request.bias, None if mod is None else mod.floats)
     unmarked = (request.mask, request.dropout_key, request.score_mod, request.mask_mod)

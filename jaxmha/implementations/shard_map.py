@@ -1,7 +1,7 @@
-"""Attention of each device over its own batch rows and heads by `jax.shard_map`.
+"""Attention, and the projections before it, of each device's own batch rows or heads by `shard_map`.
 
-No communication is needed, and a kernel sees the arrays of one device, so that no partitioner
-replicates them.
+The forward pass needs no communication, and a kernel sees the arrays of one device, so that no
+partitioner replicates them.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +42,8 @@ class Split(NamedTuple):
     N: int
 
     def spec(self, shape: tuple[int, ...], letters: str) -> PartitionSpec:
-        """The spec of an array with one letter per axis: b, n, k or c (positions) are sharded,
-        other letters replicated."""
+        """The spec of an array of this global shape, with one letter per axis: b, n, k and c
+        (positions) are sharded if their size is above 1, other letters replicated."""
         names = {"b": self.b, "n": self.n, "k": self.k}
         if self.axes.context is not None:
             names["c"] = (self.axes.context,)
@@ -55,7 +55,8 @@ class Split(NamedTuple):
         )
 
     def own_heads(self, x: jax.Array, axis: int) -> jax.Array:
-        """Selects the key/value heads that this device's query heads read, if K is replicated."""
+        """Selects the key/value heads, on `axis` of x, that this device's query heads read; x itself
+        if it is already sharded like them."""
         if self.k == self.n:
             return x
         some = self.N // self.axes.size(self.n)
@@ -71,7 +72,7 @@ class Split(NamedTuple):
         return b, n
 
     def mod_specs(self, mod: Mod | None) -> Any:
-        """PartitionSpecs of a score or mask function: its arrays are replicated on every device."""
+        """PartitionSpecs of a score or mask function: every device has all arrays of it."""
         if mod is None:
             return None
         return jax.tree.map(lambda _: sharding.spec(), mod)
@@ -83,7 +84,7 @@ class Split(NamedTuple):
     def run(
         self, function: Callable[..., Tree], in_specs: tuple[Any, ...], out_specs: Tree
     ) -> Callable[..., Tree]:
-        """Wraps `function` by `jax.shard_map` over the axes in use."""
+        """Wraps `function` by `jax.shard_map` over the mesh axes of batch rows, heads and positions."""
         used = {*self.b, *self.n}
         used |= {self.axes.context} if self.axes.context else set()
         mapped: Callable[..., Tree] = jax.shard_map(
@@ -116,10 +117,12 @@ def project(
     inputs: Inputs,
     others: Others,
 ) -> list[jax.Array]:
-    """Computes `run(projections, inputs, others)` for each device's own query and key/value heads.
+    """Computes `run(projections, inputs, others)`, the query, key and value heads `B T N H` of the
+    inputs `B T D`, on each device for its own heads.
 
-    The gradient of an input is summed over its projections first and then over devices, so that one
-    all-reduce serves all projections of the input.
+    The mesh axes of heads split neither `inputs` nor the pytree `others`. The gradient of an input
+    is summed over its sharded projections first and then over devices, so that one all-reduce serves
+    them all.
     """
     N, K = (x.kernel.shape[1] for x in projections[:2])
     found = split(0, N, K)
@@ -151,7 +154,8 @@ def project(
 
 
 def attend(request: Request, run: Callable[[Request], Result]) -> Result:
-    """Applies `run` to each device's own batch rows and heads of the request."""
+    """Applies `run` to each device's own batch rows and heads of the request; to the whole request
+    if no mesh axis shards them or sizes are symbolic."""
     (B, T, N, _), K = request.query.shape, request.key.shape[2]
     if not all(isinstance(size, int) for size in (B, N, K)):
         return run(request)
@@ -204,7 +208,8 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
 def _specs(
     local_split: Split, request: Request, conditions: list[jax.Array], functions: list[Mod | None]
 ) -> tuple[Any, Any]:
-    """Partition specs of all operands and of the result."""
+    """The `in_specs` and `out_specs` of attention by `shard_map`. `conditions`: the arrays of the
+    mask; `functions`: the score and mask functions."""
     # Axes by rank: 1: lengths and offsets; 2: padding and segment ids; 4: the dense mask.
     letters = {1: "b", 2: "b?", 4: "bnts"}
     heads = zip((request.query, request.key, request.value), "nkk", strict=True)

@@ -24,7 +24,7 @@ from jaxmha.semantics import Precision
 MOST_ROWS = 32
 LEAST_KEYS = 64
 
-# Rebuilds a request from its arrays and the static fields that `attend` captured.
+# Arrays of a request -> the request; its static fields are captured.
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Request]
 
 
@@ -43,7 +43,8 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def attend(request: Request) -> Result:
-    """Computes the request; intermediates are float32, or float64 for float64 inputs."""
+    """Computes the request. Intermediates are float32, or float64 for float64 queries; the logits and
+    their exponentials are in `softmax_dtype` if that is given."""
     leaves, tree = jax.tree.flatten(request)
     arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
     static = [None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves]
@@ -68,17 +69,17 @@ def _attend(rebuild: Rebuild, arrays: Sequence[Any]) -> Result:
 def _jvp(
     rebuild: Rebuild, primals: tuple[list[Any]], tangents: tuple[list[Any]]
 ) -> tuple[Result, Result]:
-    """Differentiates `reference` in the place of the matmul over all heads.
+    """Computes results and tangents by `reference`, without the matmuls over all heads.
 
-    Gradients of that matmul would carry NaN from one head into others (0 * NaN). `reference`
-    computes the gradient of the keys head by head, which is as fast.
+    Gradients of those would carry NaN from one head into others (0 * NaN). `reference` computes the
+    gradient of the keys head by head, which is as fast.
     """
     return jax.jvp(lambda arrays: reference.attend(rebuild(arrays)), primals, tangents)
 
 
 def _masked(request: Request) -> Result:
-    """Computes the request without zeroing unattended keys and values, which would copy them all;
-    if the logits or the output are then not finite, computes it again with zeroing."""
+    """Computes a masked request without zeroing unattended keys and values, which would copy them
+    all; if the sum of the logits or the output is then not finite, computes it with zeroing."""
     finite: list[jax.Array] = []
 
     def query_key(query: jax.Array, key: jax.Array, precision: Precision) -> jax.Array:
@@ -88,7 +89,8 @@ def _masked(request: Request) -> Result:
 
     def weights_value(weights: jax.Array, value: jax.Array, precision: Precision) -> jax.Array:
         out = _weights_value(weights, value, precision)
-        finite.append(jnp.isfinite(out).all())  # not of `out.sum()`, which XLA splits by head
+        # Not of `out.sum()`, which XLA would split into a sum per head.
+        finite.append(jnp.isfinite(out).all())
         return out
 
     matmuls = reference.Matmuls(query_key, weights_value)
@@ -100,9 +102,9 @@ def _masked(request: Request) -> Result:
 
 
 def _all_heads(request: Request) -> Result:
-    """Computes one matmul for all heads. If the lse has NaN, computes the logits head by head
-    instead: a non-finite key may have reached the logits of other heads, as 0 * inf. A score
-    function may turn NaN into a number, so the logits before it are checked too."""
+    """Computes the request with matmuls over all heads. If the lse has NaN and K is above 1, computes
+    it again with logits head by head: a non-finite key may have reached the logits of other heads,
+    as 0 * inf. A score function may turn NaN into a number, so the logits before it are checked too."""
     leaked: list[jax.Array] = []
 
     def query_key(query: jax.Array, key: jax.Array, precision: Precision) -> jax.Array:
@@ -156,8 +158,9 @@ def _query_key(
 def _query_key_by_head(
     query: Float[jax.Array, "B T N H"], key: Float[jax.Array, "B S K H"], precision: Precision
 ) -> Float[jax.Array, "B N T S"]:
-    """Multiplies one key head at a time: XLA allocates memory for both branches of `cond`, and a
-    transposed copy of all keys would take memory even if this branch does not run."""
+    """Multiplies queries and keys, one key head at a time: XLA allocates memory for both branches of
+    the `cond` in `_all_heads`, and a transposed copy of all keys would take memory even if it is
+    never made."""
     (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
 
     def head(k: jax.Array) -> jax.Array:

@@ -35,8 +35,8 @@ def as_structure(
     """Moves the condition of the mask function `mod` into `mask`, and returns (mask, None).
 
     Returns both unchanged if `mod` is not recognised, captures floating arrays or ids that do not
-    fit the sizes, or is a part of a larger request; if a size is symbolic; or if `mask` already has
-    segment ids. `shape`: of the queries, `B T N H`.
+    fit the sizes, or was shifted to a part of a larger request; if a size is symbolic; or if `mask`
+    already has segment ids. `shape`: of the queries, `B T N H`. `S`: the number of keys.
     """
     B, T, *_ = shape
     if mod is None or mod.starts is not None or mod.floats or mask.query_segments is not None:
@@ -60,8 +60,9 @@ def as_structure(
 
 
 def _fits(ids: jax.Array, B: int, size: int) -> bool:
-    """True for ids that fit int32 and cover all positions. JAX clamps indices beyond an array, so
-    that a function with fewer ids has a meaning which `Mask.segments` cannot express."""
+    """True for integer ids that fit int32 and cover `size` positions, in one row or in B rows. JAX
+    clamps indices beyond an array, so that a function with fewer ids has a meaning which
+    `Mask.segments` cannot express."""
     if ids.ndim not in (1, 2) or not jnp.issubdtype(ids.dtype, np.integer):
         return False
     rows = ids.shape[0] if ids.ndim == 2 else 1
@@ -78,7 +79,8 @@ def _ids(ids: jax.Array, B: int, size: int) -> jax.Array:
 
 
 def _forms(ranks: tuple[int, ...]) -> Iterator[_Form]:
-    """The known ways to write a mask function that captures arrays of these ranks."""
+    """The known ways to write a mask function that captures arrays of these ranks: causal without
+    arrays, else equal ids of documents, with or without a causal mask."""
     orders: list[Pair] = [lambda i, j: i >= j, lambda i, j: j <= i, lambda i, j: j <= i + 0]
     if not ranks:
         for order in orders:

@@ -13,10 +13,10 @@ def varies(arrays: object) -> bool:
 
 
 def alike(arrays: Tree) -> Tree:
-    """Casts all arrays to the union of their varying mesh axes.
+    """Casts all arrays to vary over the union of the mesh axes over which any of them varies.
 
-    The arrays of a loop carry must vary over the same mesh axes. The cast precedes the loop, so
-    that gradients of replicated inputs are summed over devices only once.
+    The arrays of a loop carry, and the operands of a primitive, must vary over the same mesh axes. A
+    cast before a loop sums gradients of replicated inputs over devices only once.
     """
     leaves, tree = jax.tree.flatten(arrays)
     varying: list[frozenset[str]] = [jax.typeof(x).manual_axis_type.varying for x in leaves]
