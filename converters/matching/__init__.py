@@ -75,9 +75,10 @@ def prove(
     sizes are exchanged, outputs depart: draw inputs with which the sizes of all axes differ.
 
     Outputs that only one model returns are left out, and so are those that two wrong models share:
-    integers, Booleans, inputs that both return unchanged, and equal whole numbers, such as masks, indices
-    and zeros. `Proof.left` names them. Arrays in objects other than tuples, lists, dicts and dataclasses, such as
-    a cache of transformers, are neither compared nor named.
+    integers, Booleans, inputs that both return unchanged, and equal outputs of numbers that an input has,
+    such as a part of it, or that are whole, such as masks, indices and zeros. `Proof.left` names them.
+    Arrays in objects other than tuples, lists, dicts and dataclasses, such as a cache of transformers,
+    are neither compared nor named.
 
     Args:
       source: as in `match`; a model object if outputs are compared.

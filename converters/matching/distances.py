@@ -63,10 +63,10 @@ def distances(mine: NDArray, theirs: NDArray, *, equal_nan: bool = False) -> lis
     return found
 
 
-def is_whole(array: NDArray) -> bool:
-    """True if all numbers are whole or infinite, as in masks, their fills, and indices."""
-    parts = array.real, array.imag
-    return all(bool((x == np.trunc(x)).all()) for x in parts)
+def are_whole(array: NDArray) -> NDArray:
+    """Marks numbers that are whole or infinite, as in masks, their fills, and indices."""
+    found: NDArray = (array.real == np.trunc(array.real)) & (array.imag == np.trunc(array.imag))
+    return found
 
 
 def _orders(shape: tuple[int, ...], wanted: tuple[int, ...]) -> list[tuple[int, ...]]:

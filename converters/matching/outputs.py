@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmha.converters.layout.arrays import NDArray, is_float
-from jaxmha.converters.matching.distances import Order, distances, is_whole
+from jaxmha.converters.matching.distances import Order, are_whole, distances
 from jaxmha.converters.matching.proof import Departure
 from jaxmha.converters.matching.running import Arguments, Outputs, Place
 
@@ -34,8 +34,8 @@ def compare(
     """Compares the outputs of a source and a target, called with these arguments.
 
     Outputs in which even two wrong models agree are left out: integers and Booleans, such as lengths;
-    inputs that both return unchanged; and equal whole numbers, such as masks, indices of largest values,
-    or zeros of a layer that was never trained.
+    inputs that both return unchanged; and equal arrays of numbers that stand in an input, in any order,
+    or are whole, such as masks, indices of largest values, or zeros of a layer that was never trained.
 
     Raises:
       ValueError: nothing is left to compare.
@@ -45,14 +45,18 @@ def compare(
         (a, b): orders
         for (a, b), orders in _paired(mine, theirs, kept_by_source, kept_by_target).items()
         if not (a in kept_by_source and b in kept_by_target)
-        and not (orders[0].difference <= tolerance and is_whole(mine[a]) and is_whole(theirs[b]))
+        and not (
+            orders[0].difference <= tolerance
+            and _known(mine[a], for_source)
+            and _known(theirs[b], for_target)
+        )
     }
     if not pairs:
         raise ValueError(
             "the models return no numbers to compare, or arrays of other sizes: the source returns "
-            f"{_listed(mine, kept_by_source)}, the model {_listed(theirs, kept_by_target)}. Compared are "
-            "arrays of float numbers of equal sizes, unless both are unchanged inputs or equal whole numbers: "
-            f"return some from both{_UNTRAINED if _hidden(mine, kept_by_source) else ''}"
+            f"{_listed(mine, for_source)}, the model {_listed(theirs, for_target)}. Compared are arrays of "
+            "float numbers of equal sizes, unless both have only numbers of inputs, or equal whole numbers: "
+            f"return some from both{_UNTRAINED if _hidden(mine, for_source) else ''}"
         )
     left = [f"{name_of(a)} of the source" for a in mine if all(a != pair[0] for pair in pairs)]
     left += [f"{name_of(b)} of the model" for b in theirs if all(b != pair[1] for pair in pairs)]
@@ -128,36 +132,58 @@ def _numbers(outputs: Outputs) -> Outputs:
 
 def _kept(outputs: Outputs, arguments: Arguments) -> set[Place]:
     """Returns the keys of outputs that equal an argument, apart from the dtype."""
+    return {
+        place
+        for place, found in _numbers(outputs).items()
+        if any(x.shape == found.shape and (x == found).all() for x in _given(arguments, found))
+    }
+
+
+def _known(output: NDArray, arguments: Arguments) -> bool:
+    """True if every number of an output is whole, or one of the arguments: weights decide none of them."""
+    known = are_whole(output)
+    # Half precision has so few numbers that a result may equal one of the arguments by chance.
+    if output.real.itemsize > 2:
+        known = known | _among(output, arguments)
+    return bool(known.all())
+
+
+def _among(output: NDArray, arguments: Arguments) -> NDArray:
+    """Marks the numbers of an output that are also in an argument, or 0."""
+    given = [x.reshape(-1) for x in _given(arguments, output)]
+    return np.isin(output, np.concatenate([np.zeros(1), *given]))
+
+
+def _given(arguments: Arguments, output: NDArray) -> list[NDArray]:
+    """Returns the arrays in the arguments, in the dtype of this output."""
     import jax
 
     given = [np.array(x) for x in jax.tree.leaves(arguments) if hasattr(x, "dtype")]
     with np.errstate(over="ignore"):
-        return {
-            place
-            for place, found in _numbers(outputs).items()
-            if any(x.shape == found.shape and _equal(x, found) for x in given)
-        }
+        return [
+            x if np.iscomplexobj(x) else x.astype(output.dtype)
+            for x in given
+            if x.dtype.kind not in "OSU"
+        ]
 
 
-def _hidden(outputs: Outputs, kept: set[Place]) -> bool:
+def _hidden(outputs: Outputs, arguments: Arguments) -> bool:
     """True if a layer of zeros may have made an output: zeros, or an input to which it added them."""
-    return any(place in kept or not x.any() for place, x in _numbers(outputs).items())
-
-
-def _equal(given: NDArray, found: NDArray) -> bool:
-    wide = given if np.iscomplexobj(given) else given.astype(found.dtype)
-    return bool((wide == found).all())
+    return any(_among(x, arguments).all() for x in _numbers(outputs).values())
 
 
 def name_of(place: Place) -> str:
     return f"output {'.'.join(map(str, place))}" if place else "the output"
 
 
-def _listed(outputs: Outputs, kept: set[Place]) -> str:
-    numbers = _numbers(outputs)
-    rows = (
-        f"{x.dtype} {x.shape}{' (an unchanged input)' * (place in kept)}"
-        f"{' (only whole numbers)' * (place in numbers and is_whole(x))}"
-        for place, x in outputs.items()
+def _listed(outputs: Outputs, arguments: Arguments) -> str:
+    return (
+        ", ".join(f"{x.dtype} {x.shape}{_why(x, arguments)}" for x in outputs.values()) or "nothing"
     )
-    return ", ".join(rows) or "nothing"
+
+
+def _why(output: NDArray, arguments: Arguments) -> str:
+    """Returns why an output is not compared, in brackets; "" if it may be."""
+    if output.dtype.kind in "biu" or not _known(output, arguments):
+        return ""
+    return f" (only {'whole numbers' if are_whole(output).all() else 'numbers of inputs'})"

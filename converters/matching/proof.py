@@ -55,8 +55,8 @@ class Proof:
         than 1/100 of that, relative to 100 times its largest. None if the models were not run.
       tolerance: largest `difference` that counts as the same.
       outputs: the pairs of outputs that were compared, each with its difference. left: names of all
-        other outputs: those in no pair, integers, Booleans, unchanged inputs, and equal whole numbers,
-        such as masks and zeros.
+        other outputs: those in no pair, integers, Booleans, unchanged inputs, and equal outputs of numbers
+        that an input has, or that are whole, such as masks and zeros.
       departure: the first pair of layers whose outputs differ by more than `tolerance`; None if there
         is no such pair. `same` does not depend on it: one model may compute in a layer what the other
         computes after it.

@@ -67,6 +67,16 @@ def heads(x: Any) -> Any:
 BOTH: dict[str, tuple[Returns, Returns, str, str]] = {
     "a mask": (lambda f, y, x, p: (f, p), lambda f, y, x, p: (f, p), "0=0", "1 1"),
     "an input": (lambda f, y, x, p: (x, y), lambda f, y, x, p: (x, y), "1=1", "0 0"),
+    "an input in other axes": (
+        lambda f, y, x, p: (x, y), lambda f, y, x, p: (x.swapaxes(0, 1), y), "1=1", "0 0",
+    ),
+    "a part of an input": (
+        lambda f, y, x, p: (x[:, 1:], f), lambda f, y, x, p: (x[:, 1:], f), "1=1", "0 0",
+    ),
+    "a masked input": (
+        lambda f, y, x, p: (x * p[..., None], f), lambda f, y, x, p: (x * p[..., None], f), "1=1",
+        "0 0",
+    ),
     "a mask as numbers": (
         lambda f, y, x, p: (f, 1.0 * p), lambda f, y, x, p: (f, 1.0 * p), "0=0", "1 1",
     ),
@@ -282,7 +292,15 @@ def test_models_without_numbers_to_compare_are_refused(theirs: Returns, mine: Re
         proof_of(theirs, mine)
 
 
-@pytest.mark.parametrize("returns", [lambda f, y, x, p: 0 * y, lambda f, y, x, p: x + 0 * f])
+def zeros_but_an_input(f: Any, y: Any, x: Any, p: Any) -> Any:
+    """Returns a part of the input, to which a branch of zeros is added, with length before batch."""
+    return (x + 0 * f)[:, 1:].swapaxes(0, 1)
+
+
+@pytest.mark.parametrize(
+    "returns",
+    [lambda f, y, x, p: 0 * y, lambda f, y, x, p: x + 0 * f, zeros_but_an_input],
+)
 def test_the_remedy_for_a_layer_of_zeros_compares_the_others(returns: Returns) -> None:
     """A new head, or the last layer of a residual branch: both models return zeros, or the input."""
     with pytest.raises(
