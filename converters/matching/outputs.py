@@ -12,10 +12,11 @@ from jaxmha.converters.matching.running import Arguments, Outputs, Place
 
 Pairs = dict[tuple[Place, Place], list[Order]]  # the first order decides (`distances`)
 
+REMEDY = "put random numbers there in the source, fill the model again, and compare"
 _UNTRAINED = (
     ". A layer of zeros that was never trained, such as a new head or the last layer of a branch, hides "
-    "the layers before it: put random numbers into it in the source, fill the model again, and compare; "
-    "or return the input of that layer too. Without inputs, prove compares the arrays alone"
+    f"the layers before it: {REMEDY}; or return the input of that layer too. Without inputs, prove "
+    "compares the arrays alone"
 )
 
 

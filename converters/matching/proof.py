@@ -65,7 +65,8 @@ class Proof:
         it; None if all returned float64.
       notes: as in the plan: remarks on reading, settings that only the source states, norms with
         another epsilon. Also a model that raised in float64 and ran in float32, outputs paired as the
-        nearest of several, and the layers that first returned NaN. They do not change `same`.
+        nearest of several, the layers that first returned NaN, and layers or gates of zeros, which
+        hide those before them. They do not change `same`.
     """
 
     equal: int

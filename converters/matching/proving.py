@@ -1,7 +1,7 @@
 """Compares a filled model with its source: arrays bit by bit, and outputs where both models run."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from jaxmha.converters.matching.trees import Tree
 # layers return float64: they may still compute a part, such as a softmax, in float32.
 WIDE = 1e-6
 NARROW = 1e-5  # if an output of the model or of a layer is float32 or narrower
+_ADDED = {"bias", "beta", "b", "offset"}  # last parts of the names of biases
 _LOADED = "\nIf the model was filled by a plan, pass the same: prove(source, model, plan)."
 
 
@@ -55,6 +56,7 @@ def prove(
         jobs, notes = loading.checked_jobs(plan, mine, theirs)
         notes = (*lines.notes_of(mine, theirs), *notes)
         proof = replace(_arrays(mine, theirs, jobs), notes=notes)
+        gates = [] if inputs is None else _closed(mine, jobs)
     finally:
         mine.close()
     if unused == "keep":
@@ -77,9 +79,11 @@ def prove(
     ]
     remarks += found.notes
     remarks += nans.notes(ours, other, found.places, (for_source, for_target))
+    pairs = _paired(mine, theirs, jobs, ours, other)
+    remarks += _hiding(ours, other, pairs, gates)
     proof = replace(proof, tolerance=tolerance, dtype=dtype.name, narrow=narrow)
     proof = replace(proof, notes=(*proof.notes, *remarks))
-    return _outputs(proof, ours, other, _paired(mine, theirs, jobs, ours, other), found)
+    return _outputs(proof, ours, other, pairs, found)
 
 
 def _arrays(source: Tree, target: Tree, jobs: Mapping[str, tuple[Line, list[str]]]) -> Proof:
@@ -176,6 +180,31 @@ def _paired(
         for filled, paths in ours.items()
         if filled in others
     }
+
+
+def _closed(source: Tree, jobs: Mapping[str, tuple[Line, list[str]]]) -> list[str]:
+    """Returns the names of single numbers that are 0 and no bias: gates of branches, as in ReZero."""
+    names = dict.fromkeys(n for _, names in jobs.values() for n in names)
+    single = [a for a in map(source.arrays.get, names) if a and a.shape in ((), (1,))]
+    gates = [a.name for a in single if not is_buffer(a) and a.path[-1] not in _ADDED]
+    return [name for name in gates if not source.load(name).any()]
+
+
+def _hiding(
+    mine: running.Run, theirs: running.Run, pairs: Mapping[Path, Path], gates: Sequence[str]
+) -> Iterator[str]:
+    """Yields a note on gates, and layers that return only zeros in both models: they hide other layers."""
+    layers = [
+        ".".join(path)
+        for path, other in pairs.items()
+        if path and not mine.layers[path].any() and not theirs.layers[other].any()
+    ]
+    if zeros := [*layers, *gates]:
+        more = f" and {len(zeros) - 1} more" * (len(zeros) > 1)
+        yield (
+            f"{zeros[0]}{more} of the source and the model give only zeros, as where a branch was never "
+            f"trained: a difference in the layers before would be hidden: {outputs.REMEDY}"
+        )
 
 
 def _outputs(

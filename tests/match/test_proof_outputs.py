@@ -292,35 +292,6 @@ def test_models_without_numbers_to_compare_are_refused(theirs: Returns, mine: Re
         proof_of(theirs, mine)
 
 
-def zeros_but_an_input(f: Any, y: Any, x: Any, p: Any) -> Any:
-    """Returns a part of the input, to which a branch of zeros is added, with length before batch."""
-    return (x + 0 * f)[:, 1:].swapaxes(0, 1)
-
-
-@pytest.mark.parametrize(
-    "returns",
-    [lambda f, y, x, p: 0 * y, lambda f, y, x, p: x + 0 * f, zeros_but_an_input],
-)
-def test_the_remedy_for_a_layer_of_zeros_compares_the_others(returns: Returns) -> None:
-    """A new head, or the last layer of a residual branch: both models return zeros, or the input."""
-    with pytest.raises(
-        ValueError, match=r"(?s)no numbers to compare.*random numbers .*fill .* again"
-    ):
-        proof_of(returns, returns)
-
-    def untrained(activation: Any, std: float) -> Proof:
-        source = Theirs(lambda f, y, x, p: y)
-        torch.nn.init.zeros_(source.head.bias)
-        torch.nn.init.normal_(source.head.weight, std=std)
-        model = flax.load_into(Mine(lambda f, y, x, p: y, activation), source)
-        return prove(source, model, inputs=inputs)
-
-    with pytest.raises(ValueError, match="random numbers"):
-        untrained(jax.nn.relu, 0)
-    assert untrained(jax.nn.relu, 1).same
-    assert not untrained(jax.nn.gelu, 1).same
-
-
 def test_attention_that_returns_its_mask_is_compared() -> None:
     class Source(torch.nn.Module):
         def __init__(self) -> None:
