@@ -71,7 +71,7 @@ KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
 # release that the kernel's module names. Probes of other kernels try `Leaks()` first: the leaks of
 # cuDNN differ between its releases.
 LIKELY_LEAKS: dict[str, Leaks] = {"tokamax": Leaks(1, 2)}
-# Implementations with custom gradients, which `jax.jvp` cannot differentiate.
+# Implementations with a `jax.custom_vjp`, which `jax.jvp` cannot differentiate.
 REVERSE_MODE: tuple[str, ...] = ("blocked", "native", *KERNELS, *CONTEXT)
 # True: the native kernels are the first choice on CPU; False: they run only by name.
 NATIVE_FIRST = True

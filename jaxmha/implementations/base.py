@@ -109,7 +109,7 @@ def mixed_dtypes(request: Request) -> str | None:
 
 
 def accumulation_dtype(dtype: DTypeLike) -> np.dtype[np.floating]:
-    """The dtype in which sums accumulate: float64 for float64, else float32."""
+    """The dtype in which sums of an array of `dtype` accumulate: float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
@@ -138,8 +138,8 @@ def allowed_pairs(
 
 
 def simplified(mask: Mask) -> Mask:
-    """Rewrites a dense mask of shape `b 1 1 S` or `b 1 T 1` as padding, which lets implementations
-    skip whole tiles. Dense masks of other shapes get four axes.
+    """Gives a dense mask four axes. If they are `b 1 1 S` or `b 1 T 1`, with S or T above 1, rewrites
+    it as padding, which lets implementations skip whole tiles.
 
     >>> simplified(Mask.dense(np.ones((2, 1, 1, 7), bool))).key_value_padding.shape
     (2, 7)

@@ -66,7 +66,6 @@ class Limit(NamedTuple):
     size: int
 
     def allows(self, size: int) -> bool:
-        """True if a call may have this size on the axis."""
         if self.axis in "TS":
             return size <= self.size
         return size == self.size or (self.axis, self.size) == ("B", 1)

@@ -81,7 +81,8 @@ def lowering_for(name: str) -> AbstractContextManager[None]:
 
 
 def current() -> Platform:
-    """The platform named by `lowering_for`, else that of JAX's default device."""
+    """The platform of `lowering_for`, else of JAX's default device or, if the user set none, of the
+    default backend: of several kinds of GPU, that with the least capability."""
     chosen: Platform | None = _CHOSEN.value
     return chosen or _default()
 
@@ -106,11 +107,8 @@ def _kinds(list_devices: Callable[[], list[Any]]) -> list[Any]:
 
 
 def _default() -> Platform:
-    """The platform of JAX's default device if the user set one, else of the default backend; of
-    several kinds of GPU, of that with the least capability.
-
-    GPUs of all processes count, because all processes must choose the same implementation.
-    """
+    """The platform of `current` without `lowering_for`. GPUs of all processes count, because all
+    processes must choose the same implementation."""
     return min(map(_of, _kinds(jax.devices)), key=lambda platform: platform.capability or (0, 0))
 
 

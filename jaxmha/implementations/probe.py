@@ -125,12 +125,13 @@ def leaks(name: str, kind: Kind) -> Leaks:
 
 
 def disabled() -> str | None:
-    """The reason why no kernel may run, on this machine or another; None: JAXMHA_PROBE is not 0."""
+    """The reason why programs may have no kernel, here or lowered for another machine; None:
+    JAXMHA_PROBE is not 0."""
     return "JAXMHA_PROBE=0 uses no kernel" if mode() == "0" else None
 
 
 def mode() -> str:
-    """The value of JAXMHA_PROBE.
+    """The value of JAXMHA_PROBE; "" if it is not set.
 
     Raises:
       ValueError: the value is unknown.

@@ -33,7 +33,8 @@ class Kind(NamedTuple):
       heads: USUAL for equal heads of at most WIDEST_USUAL features, else the features of a query
         and of a value head.
       padded: whether a Boolean array gives the valid keys.
-      queries: 1, FEW or MANY; always MANY if the call is dense, packed or padded.
+      queries: 1, FEW (2 to FEW queries) or MANY (more); always MANY if the call is dense, packed or
+        padded.
     """
 
     dtype: str

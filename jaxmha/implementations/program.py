@@ -75,7 +75,7 @@ class Program:
         return self.arguments[0] == "x" and distances.adds_bias(self.jaxpr)
 
     def alike(self, other: "Program") -> bool:
-        """True if two programs are equal, apart from rules of custom derivatives."""
+        """True if the jaxprs of two programs are equal, apart from rules of custom derivatives."""
         from jaxmha.implementations import jaxpr_equality
 
         return jaxpr_equality.equal(self.jaxpr, other.jaxpr, jaxpr_equality.DERIVATIVES)

@@ -24,7 +24,7 @@ REMEDY = (
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Adds the remedy to JAX's TypeError of forward-mode differentiation."""
+    """In this context, adds the remedy to JAX's TypeError of forward-mode differentiation."""
     try:
         yield
     except TypeError as error:
@@ -67,7 +67,8 @@ def _jvp(
 
 @cache
 def _identity() -> Any:
-    """The primitive whose results are its first arrays, with marked tangents.
+    """The primitive that returns the first arrays of its operands, as many as its parameter `results`
+    says, with marked tangents.
 
     It is not a `jax.custom_jvp`, which under `jax.vmap` would batch the mark, and so raise, even in
     reverse mode.

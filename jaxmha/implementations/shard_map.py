@@ -64,7 +64,7 @@ class Split(NamedTuple):
         return key_heads.of_query_heads(x, axis, first, some, self.N)
 
     def starts(self) -> tuple[jax.Array | int, jax.Array | int]:
-        """The first batch row and query head of this device."""
+        """Indices of the first batch row and query head of this device, inside `shard_map`."""
         b, n = (
             jax.lax.axis_index(names) * (size // self.axes.size(names)) if names else 0
             for names, size in ((self.b, self.B), (self.n, self.N))

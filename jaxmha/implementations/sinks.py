@@ -40,7 +40,8 @@ def share_of_keys(lse: Float[jax.Array, "*b"], sink: Float[jax.Array, "*#b"]) ->
 
 
 def with_sinks(found: Result, lse: Float[jax.Array, "B N T"], sinks: Array) -> Result:
-    """Adds the logits `sinks`, `(N,)`, to each softmax of `found`, a result whose lse is `lse`."""
+    """Returns the result that `found`, whose log-sum-exp is `lse`, would be if every softmax of head
+    n had the further logit `sinks[n]`, without a value."""
     logits = jnp.asarray(sinks).astype(lse.dtype).reshape(1, -1, 1)
     share = share_of_keys(lse, logits)[..., None]
     out = (found.out.astype(lse.dtype) * jnp.swapaxes(share, 1, 2)).astype(found.out.dtype)

@@ -1,8 +1,8 @@
-"""Attention of few queries over many keys, as in decoding, without a copy of keys and values.
+"""Attention of few queries over many keys, as in decoding, by matmuls over all heads at once.
 
-Matmuls per head would first transpose keys and values, which costs more than the matmuls. Here one
-matmul computes all heads: each query is zero-padded over the other heads, and the output of its own
-head is selected.
+Matmuls per head would first transpose keys and values, which costs more than the matmuls. Here each
+query is zero-padded over the other key/value heads, its weights are multiplied by the values of all
+heads, and the output of its own head is selected.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,9 @@ from jaxmha.implementations.base import Request, Result
 from jaxmha.matmul import matmul
 from jaxmha.semantics import Precision
 
-# Crossover points, by measurement: up to MOST_ROWS rows (T*N) the matmul is memory-bound even with
-# K times the necessary FLOPs, and from LEAST_KEYS keys on the gain is worth a separate program.
+# Crossover points, by measurement: up to MOST_ROWS rows (T*N) the matmul over all heads is
+# memory-bound even with K times the necessary FLOPs, and from LEAST_KEYS keys on it saves enough
+# time to be worth a program of its own.
 MOST_ROWS = 32
 LEAST_KEYS = 64
 
