@@ -226,7 +226,7 @@ class Extent(NamedTuple):
 def allowed(mod: Mod, extent: Extent) -> Bool[jax.Array, "_ _ _ _"]:
     """The mask of a tile by a mask function; axes that the function does not read have size 1.
 
-    A function that is constant within blocks is evaluated once per block (see `block_within`).
+    A function that is constant within blocks is evaluated once per block if the tile starts with one.
     """
     blocks = {letter: block_within(mod, extent, letter) for letter in "ij"}
     index = _indices(mod, extent, blocks)

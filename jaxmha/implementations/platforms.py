@@ -107,7 +107,8 @@ def _kinds(list_devices: Callable[[], list[Any]]) -> list[Any]:
 
 
 def _default() -> Platform:
-    """The platform of `current` without `lowering_for`. GPUs of all processes count, because all
+    """The platform of JAX's default device if the user set one, else of the default backend: of
+    several kinds of GPU, that with the least capability. GPUs of all processes count, because all
     processes must choose the same implementation."""
     return min(map(_of, _kinds(jax.devices)), key=lambda platform: platform.capability or (0, 0))
 

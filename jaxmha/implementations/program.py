@@ -44,7 +44,7 @@ class Program:
 
     @classmethod
     def of(cls, closed: Closed, arguments: str, floating: tuple[bool, ...]) -> "Program":
-        """The program of a closed jaxpr, without the constants; other arguments are attributes."""
+        """The program of a closed jaxpr, without its constants, with these attributes."""
         return cls(closed.jaxpr, arguments, _uses(closed.jaxpr, arguments), floating)
 
     def run(self, arrays: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> jax.Array:

@@ -1,7 +1,7 @@
 """Attention, and the projections before it, of each device's own batch rows or heads by `shard_map`.
 
-The forward pass needs no communication, and a kernel sees the arrays of one device, so that no
-partitioner replicates them.
+The forward pass of arrays with this sharding needs no communication, and a kernel sees the arrays
+of one device, so that no partitioner replicates them.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,8 +99,8 @@ class Split(NamedTuple):
 
 
 def split(B: int, N: int, K: int) -> Split | None:
-    """The sharding of B, N and K over the mesh axes in use, where their devices divide these sizes;
-    None: no mesh is in use."""
+    """The sharding of B, N and K by `sharding.use`: of each size that its devices divide, and of K
+    only if N is sharded. None: no mesh is in use."""
     axes = sharding.current()
     if axes is None:
         return None

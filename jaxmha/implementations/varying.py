@@ -15,8 +15,8 @@ def varies(arrays: object) -> bool:
 def alike(arrays: Tree) -> Tree:
     """Casts all arrays to vary over the union of the mesh axes over which any of them varies.
 
-    The arrays of a loop carry, and the operands of a primitive, must vary over the same mesh axes. A
-    cast before a loop sums gradients of replicated inputs over devices only once.
+    The arrays of a loop carry, and the operands of a primitive, must vary over the same mesh axes.
+    If the cast precedes a loop, gradients of replicated inputs are summed over devices only once.
     """
     leaves, tree = jax.tree.flatten(arrays)
     varying: list[frozenset[str]] = [jax.typeof(x).manual_axis_type.varying for x in leaves]
