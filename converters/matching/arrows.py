@@ -233,6 +233,8 @@ class Reading(NamedTuple):
     axes: tuple[tuple[str, int], ...]
     place: int = -1  # axis that holds the parts; -1: not packed
     own: bool = False  # True: the parts have an axis of their own
+    alternates: bool | None = None  # True: the rows of the parts alternate; None: not known
+    parts: int = 1
 
 
 def _readings(slot: str, layer: Layer, shape: tuple[int, ...]) -> Iterator[Reading]:
@@ -249,13 +251,20 @@ def _readings(slot: str, layer: Layer, shape: tuple[int, ...]) -> Iterator[Readi
         if len(outs) > 1 and size == parts and axes[outs[1]][1] != parts:
             yield Reading((*axes[:place], *axes[place + 1 :]), place, True)
         elif len(outs) == 1 and size % parts == 0:
-            yield Reading((*axes[:place], ("o", size // parts), *axes[place + 1 :]), place)
+            rows = *axes[:place], ("o", size // parts), *axes[place + 1 :]
+            known = None if layer.guessed else bool(layer.slots[slot].alternates)
+            yield Reading(rows, place, False, known, parts)
 
 
 def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
-    """Adds the axis `s` of packed parts to an arrow, unless both pack them in an output axis."""
-    if a.place >= 0 and b.place >= 0 and not a.own and not b.own:
+    """Adds the axis `s` of packed parts to an arrow; its size, if both pack them in an output axis.
+
+    An arrow needs neither if both also pack them in one order.
+    """
+    both_packed = a.place >= 0 and b.place >= 0 and not a.own and not b.own
+    if both_packed and {a.alternates, b.alternates} != {True, False}:
         return arrow
+    s = str(a.parts) if both_packed else "s"
     both = []
     for axes, one, other in ((arrow.source, a, b), (arrow.target, b, a)):
         parts = _split(axes)
@@ -264,7 +273,8 @@ def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
         elif one.own:
             parts.insert(one.place, "s")
         elif one.place >= 0:
-            parts[one.place] = f"(s {parts[one.place].strip('()')})"
+            rows = parts[one.place].strip("()")
+            parts[one.place] = f"({rows} {s})" if one.alternates else f"({s} {rows})"
         both.append(" ".join(parts))
     return Arrow(*both)
 

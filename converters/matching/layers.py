@@ -125,6 +125,7 @@ def layers(tree: Tree) -> list[Layer]:
         names = packed(_packed_name(path, slots[MAIN]))
         if names and len(slots[MAIN].shape) > 1:
             sure = any(name in (key, path[-1]) and form in ("", layer.form) for name, form in SURE)
+            sure |= slots[MAIN].alternates is not None
             found += [
                 layer._replace(path=(*path[:-1], name), part=(i, len(names)), guessed=not sure)
                 for i, name in enumerate(names)

@@ -12,7 +12,7 @@ from jaxmha.converters.discovery import adapters
 from jaxmha.converters.layout import parametrized
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.parametrized import Parts
-from jaxmha.converters.matching import keras_names, normed, trees
+from jaxmha.converters.matching import classes, keras_names, normed, trees
 from jaxmha.converters.matching.patterns import expand
 from jaxmha.converters.matching.plan import Question
 from jaxmha.converters.matching.terms import meaning
@@ -201,7 +201,7 @@ def _array(key: str, parts: Parts, tree: Tree, model: Any) -> Array:
     last = tree.arrays[parts.names[-1]]
     form = last.form
     if tree.kind == "torch":
-        form = trees.form_of(model.get_submodule(key.rpartition(".")[0]), "torch") or "raw"
+        form = classes.form_of(model.get_submodule(key.rpartition(".")[0]), "torch") or "raw"
     return last._replace(name=key, path=trees.split(key), form=form)
 
 

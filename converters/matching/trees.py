@@ -13,29 +13,12 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint import hub, optimizer_state
 from jaxmha.converters.discovery import hf_config, live_model
 from jaxmha.converters.discovery.user_names import dotted
-from jaxmha.converters.layout.arrays import NDArray, framework_of, packages_of, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, framework_of, to_numpy
 from jaxmha.converters.matching import keras_files, keras_graph, repeats
+from jaxmha.converters.matching.classes import alternates, form_of, name_of
 from jaxmha.converters.matching.leaves import node, tree_leaves
 from jaxmha.converters.matching.stated import Stated, of_file, of_layers, of_torch, ties_heads
 
-# Class of a layer -> axes of its main array: o output, i input (convolutions also have window
-# axes), v rows and d features of a table. "no" marks a layer that other frameworks store otherwise
-# and that is never matched.
-_FORMS = {
-    "torch": {
-        "Linear": "oi", "NonDynamicallyQuantizableLinear": "oi", "MultiheadAttention": "oi",
-        "Embedding": "vd", "EmbeddingBag": "vd",
-        "Conv1d": "oi", "Conv2d": "oi", "Conv3d": "oi",
-        "ConvTranspose1d": "no", "ConvTranspose2d": "no", "ConvTranspose3d": "no", "Bilinear": "no",
-    },
-    "flax": {
-        "Linear": "io", "LinearGeneral": "io", "Embed": "vd", "Conv": "io", "ConvTranspose": "no",
-    },
-    "equinox": {
-        "Linear": "oi", "Embedding": "vd", "Conv": "oi", "Conv1d": "oi", "Conv2d": "oi",
-        "Conv3d": "oi", "ConvTranspose": "no", "ConvTranspose1d": "no", "ConvTranspose2d": "no",
-    },
-}  # fmt: skip
 _STATES = ("file", "tree", "linen", "nnx")  # kinds of trees that may have optimizer state
 _NO_WEIGHTS = ("cache", "intermediates", "losses", "metrics")  # linen collections without weights
 
@@ -47,7 +30,8 @@ class Array(NamedTuple):
     """One array: `name` in the framework, its parts as `path`, and its axis order `form`.
 
     `form` is "" if unknown, "raw" if torch's class is unknown, so that keys do not tell it either.
-    `owner`: the class of the live layer that holds it; "" if it is unknown.
+    `owner`: the class of the live layer that holds it; "" if it is unknown. `alternates`: True if its
+    layer states that the rows of packed parts alternate, False if the parts follow one another.
     """
 
     name: str
@@ -56,6 +40,7 @@ class Array(NamedTuple):
     dtype: str
     form: str = ""
     owner: str = ""
+    alternates: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -209,11 +194,10 @@ def _torch(module: Any) -> Tree:
     arrays, aliases = dict[str, Array](), _aliases(state, kept)
     for name, tensor in ((n, x) for n, x in state.items() if n not in aliases):
         layer = live.layers.get(name.rpartition(".")[0])
-        form = form_of(layer, "torch")
-        if not form and "transformers" in packages_of(layer) and type(layer).__name__ == "Conv1D":
-            form = "io"  # GPT-2's layer has its weight as (in, out)
+        form = form_of(layer, "torch") or "raw"
         shape, dtype = tuple(tensor.shape), _dtype(tensor)
-        arrays[name] = Array(name, split(name), shape, dtype, form or "raw", _owner(layer))
+        of_class = form, name_of(layer), alternates(layer)
+        arrays[name] = Array(name, split(name), shape, dtype, *of_class)
     return Tree(
         "torch",
         arrays,
@@ -243,20 +227,6 @@ def _configuration(module: Any) -> Mapping[str, Any]:
     return config.to_dict() if hasattr(config, "to_dict") else {}
 
 
-def form_of(layer: Any, package: str) -> str:
-    """Returns the axis order for the class of a layer or its first known base class, or ""."""
-    for base in type(layer).__mro__:
-        if base.__module__.split(".")[0] == package and base.__name__ in _FORMS[package]:
-            return _FORMS[package][base.__name__]
-    return ""
-
-
-def _owner(layer: object) -> str:
-    """Returns the class of a layer; "" for None and for a container of arrays, which has no axes."""
-    known = layer is not None and not isinstance(layer, Mapping | list | tuple)
-    return f"{type(layer).__module__}.{type(layer).__qualname__}" if known else ""
-
-
 def _nnx(module: Any) -> Tree:
     from flax import nnx
 
@@ -272,7 +242,7 @@ def _nnx(module: Any) -> Tree:
         value = leaf.get_value() if hasattr(leaf, "get_value") else leaf
         name = "/".join(parts)
         layer, shape = layers.get(parts[:-1]), tuple(value.shape)
-        of_class = form_of(layer, "flax"), _owner(layer)
+        of_class = form_of(layer, "flax"), name_of(layer)
         arrays[name] = Array(name, parts, shape, str(value.dtype), *of_class)
         values[name] = value
     stated = partial(of_layers, arrays, layers.get)
@@ -378,7 +348,7 @@ def _tree(tree: Any, kind: str, argument: str, module: Any = None) -> Tree:
             continue
         if kind == "linen" and len(parts) > 1:  # drops the linen collection
             parts = parts[1:]
-        shape, of_class = tuple(leaf.shape), (form_of(layer, "equinox"), _owner(layer))
+        shape, of_class = tuple(leaf.shape), (form_of(layer, "equinox"), name_of(layer))
         arrays[name] = Array(name, parts, shape, _dtype(leaf), *of_class)
         values[name] = leaf
     automatic = _counted(arrays) if kind in ("tree", "file") else set()

@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 
 from jaxmha.converters import equinox, flax, match
+from jaxmha.converters import torch as convert
 from jaxmha.converters.matching import Plan
 
-WIDTH, HEADS = 21, 3
+WIDTH, HEADS, INNER = 21, 3, 4
 ROLES = ("query", "key", "value")
 
 
@@ -108,3 +110,35 @@ def test_packed_arrays_of_one_name_are_copied_where_nothing_shows_their_axes() -
     filled = equinox.load_into({name: np.zeros_like(x) for name, x in source.items()}, source)
     for name, array in source.items():
         np.testing.assert_array_equal(filled[name], array)
+
+
+class Experts(torch.nn.Module):
+    """States the order of gate and up as the experts of transformers do."""
+
+    has_gate = True
+
+    def __init__(self, is_concatenated: bool) -> None:
+        super().__init__()
+        self.is_concatenated = is_concatenated
+        self.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 2 * INNER, 5))
+        self.gate_up_proj_bias = torch.nn.Parameter(torch.zeros(2, 2 * INNER))
+
+
+@pytest.mark.parametrize("is_concatenated", [True, False])
+@pytest.mark.parametrize("packed", ["apart", "w12"])
+def test_experts_state_the_order_of_gate_and_up(is_concatenated: bool, packed: str) -> None:
+    both = [{"weight": np.full((INNER, 5), x, "f"), "bias": np.full(INNER, x, "f")} for x in (1, 2)]
+    layers = dict(zip(("gate_proj", "up_proj"), both, strict=True))
+    if packed == "w12":
+        layers = {"w12": {key: np.concatenate([x[key] for x in both]) for key in both[0]}}
+    state = {
+        f"experts.{n}.{name}.{key}": x
+        for n in range(2)
+        for name, arrays in layers.items()
+        for key, x in arrays.items()
+    }
+    model = torch.nn.ModuleDict({"experts": Experts(is_concatenated)})
+    filled = convert.load_into(model, state).state_dict()
+    rows = np.repeat([1, 2], INNER) if is_concatenated else np.tile([1, 2], INNER)
+    np.testing.assert_array_equal(filled["experts.gate_up_proj"][1, :, 0], rows)
+    np.testing.assert_array_equal(filled["experts.gate_up_proj_bias"][0], rows)
