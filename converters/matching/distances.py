@@ -18,6 +18,9 @@ _SLACK, _ROWS = 100, 8
 # The least scale, relative to the largest of all values: where all terms cancel, their rounding errors
 # are left, and are no difference.
 _FLOOR, _NARROW_FLOOR = 1e-7, 0.1  # of float64, and of narrower dtypes
+# The least scale next to fills: scores and logarithms may all be near zero there, where larger terms
+# cancel, and rounding errors are relative to those.
+_BY_FILLS, _NARROW_BY_FILLS = 1e-4, 1.0
 # An axis, and the index to which it moves: none, length before batch, heads after length, and
 # channels to the end or from there, first with a batch axis, then without.
 PLACES = ((0, 0), (0, 1), (1, 2), (1, -1), (-1, 1), (0, -1), (-1, 0))
@@ -45,7 +48,8 @@ def distances(mine: NDArray, theirs: NDArray, *, equal_nan: bool = False) -> lis
 
     The scale is the largest value of the source, with two exceptions, because small values next to it
     would always agree. Fills of masks, such as -1e9, are compared relative to themselves, and are no scale
-    for others. A feature of small values, or another index of an axis, has a scale of its own.
+    for others, whose scale is then at least 1e-4 (1 in narrower dtypes than float64). A feature of small
+    values, or another index of an axis, has a scale of its own.
     """
     if mine.size != theirs.size or not mine.size:
         return []
@@ -53,12 +57,12 @@ def distances(mine: NDArray, theirs: NDArray, *, equal_nan: bool = False) -> lis
     dtype = np.complex128 if np.iscomplexobj(mine) or np.iscomplexobj(theirs) else np.float64
     one, other = (np.squeeze(x).astype(dtype) for x in (mine, theirs))
     wide = all(x.real.dtype == np.float64 for x in (mine, theirs))
-    floor = _FLOOR if wide else _NARROW_FLOOR
+    floors = (_FLOOR, _BY_FILLS) if wide else (_NARROW_FLOOR, _NARROW_BY_FILLS)
     found = []
     for order in _orders(one.shape, other.shape):
         moved = tuple(axes[n] for n in order)
         turned = other.reshape([one.shape[n] for n in order])
-        apart = _relative(one.transpose(order), turned, floor, equal_nan)
+        apart = _relative(one.transpose(order), turned, floors, equal_nan)
         found.append(Order(() if moved == tuple(axes) else moved, apart))
     return found
 
@@ -99,29 +103,29 @@ def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
     return ends <= others or others <= ends
 
 
-def _relative(one: NDArray, other: NDArray, floor: float, equal_nan: bool) -> float:
+def _relative(one: NDArray, other: NDArray, floors: tuple[float, float], equal_nan: bool) -> float:
     differ = one != other
     if equal_nan:
         differ &= ~(np.isnan(one) & np.isnan(other))
     with np.errstate(over="ignore"):
         apart = np.abs(np.subtract(one, other, out=np.zeros_like(one), where=differ))
     sizes = np.where(np.isfinite(one), np.abs(one), 0)
-    found = float((apart / _scale(sizes, floor)).max())
+    found = float((apart / _scale(sizes, *floors)).max())
     return found if np.isfinite(found) else float("inf")
 
 
-def _scale(sizes: NDArray, floor: float) -> NDArray:
+def _scale(sizes: NDArray, floor: float, by_fills: float) -> NDArray:
     """Returns, for each value of these sizes, the size relative to which it is compared."""
     fills = _fills(sizes)
-    # Next to fills, at least 1: they stand in exponents, where a difference is relative to 1.
-    largest = sizes.max(where=~fills, initial=float(fills.any())) or 1.0
+    largest = sizes.max(where=~fills, initial=by_fills * fills.any()) or 1.0
     scale = np.full_like(sizes, largest)
     for axis, length in enumerate(sizes.shape):
         if sizes.size >= _ROWS * length:
             others = tuple(n for n in range(sizes.ndim) if n != axis)
             own = sizes.max(others, where=~fills, initial=0, keepdims=True)
             np.minimum(scale, _SLACK * own, out=scale)
-    np.maximum(scale, floor * largest, out=scale)
+    # Next to fills, terms of size 1 may cancel, as in log(exp(x) / sum).
+    np.maximum(scale, floor * max(largest, float(fills.any())), out=scale)
     return np.where(fills, sizes, scale)
 
 

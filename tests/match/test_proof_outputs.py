@@ -261,6 +261,16 @@ def test_fills_of_masks_are_no_scale(fill: float, form: str) -> None:
     assert distance(filled(right), np.where(masked, wrong, filled(right))) > 0.9
 
 
+@pytest.mark.parametrize("fill", FILLS)
+def test_small_numbers_next_to_fills_are_compared(fill: float) -> None:
+    """They are too few to have a scale by feature. Rounding errors where larger terms cancel do not count."""
+    x = np.random.default_rng(0).normal(size=(2, 7))
+    masked = np.arange(7) > 4
+    filled = [np.where(masked, fill, size * x) for size in (1e-8, -1e-8, 1e-16, -1e-16)]
+    assert distance(filled[0], filled[1]) > 1e-6
+    assert distance(filled[2], filled[3]) < 1e-8
+
+
 @pytest.mark.parametrize("large", [1.0, 1e3, 1e6])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize(("dtype", "rounds", "tolerance"), [("d", 1e-14, 1e-6), ("f", 3e-7, 1e-5)])
