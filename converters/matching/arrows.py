@@ -190,10 +190,10 @@ def _split(axes: str) -> list[str]:
 
 
 def _arrows(slot: str, source: Layer, target: Layer, shape: tuple[int, ...]) -> Iterator[Arrow]:
-    if slot == MAIN and "no" in (source.form, target.form):
-        return
-    if slot == MAIN and (source.form.startswith(ONLY) or target.form.startswith(ONLY)):
-        if source.form == target.form and source.slots[slot].shape == shape:
+    apart = "no" in (source.form, target.form)
+    if slot == MAIN and (apart or any(x.form.startswith(ONLY) for x in (source, target))):
+        same = _same_layer(source, target) if apart else source.form == target.form
+        if same and source.slots[slot].shape == shape:
             axes = " ".join(f"a{n}" for n in range(len(shape)))
             yield Arrow(axes, axes)
         return
@@ -206,6 +206,16 @@ def _arrows(slot: str, source: Layer, target: Layer, shape: tuple[int, ...]) -> 
         for b in _readings(slot, target, shape):
             if arrow := _match(a.axes, b.axes):
                 yield _packed(arrow, a, b)
+
+
+def _same_layer(source: Layer, target: Layer) -> bool:
+    """True if layers whose axes differ between libraries are of one class, or of one name in torch."""
+    mine, theirs = source.slots[MAIN], target.slots[MAIN]
+    named = mine.torch and theirs.torch and source.path == target.path
+    known = bool(mine.owner and theirs.owner)
+    return (named or (known and mine.owner == theirs.owner)) and (
+        not known or source.form == target.form
+    )
 
 
 def _copied_whole(source: Layer, target: Layer) -> bool:

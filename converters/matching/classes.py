@@ -35,9 +35,13 @@ def form_of(layer: Any, package: str) -> str:
 
 
 def name_of(layer: object) -> str:
-    """Returns the class of a layer; "" for None and for a container of arrays, which has no axes."""
+    """Returns the class of a layer; "" for None and for a container of arrays, which has no axes.
+
+    A transposed convolution of Flax also shows here if it exchanges the last axes of its kernel.
+    """
     known = layer is not None and not isinstance(layer, Mapping | list | tuple)
-    return f"{type(layer).__module__}.{type(layer).__qualname__}" if known else ""
+    turned = " transpose_kernel" * bool(getattr(layer, "transpose_kernel", False))
+    return f"{type(layer).__module__}.{type(layer).__qualname__}{turned}" if known else ""
 
 
 def alternates(layer: Any) -> bool | None:

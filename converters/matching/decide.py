@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmha.converters.matching import tied
 from jaxmha.converters.matching.arrows import Fit, fit
-from jaxmha.converters.matching.layers import ONLY
+from jaxmha.converters.matching.layers import MAIN, ONLY, Layer
 from jaxmha.converters.matching.plan import SEVERAL
 from jaxmha.converters.matching.templates import Template, by_number
 from jaxmha.converters.matching.terms import APART, contradict
@@ -349,12 +349,20 @@ def _reason(state: _State, s: int, t: int) -> tuple[str, str]:
     placed = source.placed or target.placed
     if source.halves and target.halves and source.path[-1] != target.path[-1]:
         placed = _HALVES
-    if not rivals and not placed and not source.first.form.startswith(ONLY):
+    named = source.first.form.startswith(ONLY) or _by_path(source.first, target.first)
+    if not rivals and not placed and not named:
         return "the only layers of these shapes", "shape"
     common = sorted(source.terms & target.terms)
     shown = f"both are {', '.join(common)}" if common else ""
     reason = "; ".join(x for x in (shown, placed or state.reasons[t]) if x)
-    return reason or "every other pair contradicts a name", "name"
+    other = _SAME if named else "every other pair contradicts a name"
+    return reason or other, "name"
+
+
+def _by_path(source: Layer, target: Layer) -> bool:
+    """True if only their paths and torch show that layers of other axes in other libraries are one."""
+    mine, theirs = source.slots[MAIN], target.slots[MAIN]
+    return "no" in (source.form, target.form) and not (mine.owner and theirs.owner)
 
 
 def _open(

@@ -32,6 +32,7 @@ class Array(NamedTuple):
     `form` is "" if unknown, "raw" if torch's class is unknown, so that keys do not tell it either.
     `owner`: the class of the live layer that holds it; "" if it is unknown. `alternates`: True if its
     layer states that the rows of packed parts alternate, False if the parts follow one another.
+    `torch`: True if torch is known to have made it: it is in a model, a state dict or a file of torch.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Array(NamedTuple):
     form: str = ""
     owner: str = ""
     alternates: bool | None = None
+    torch: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ def _file(path: Path) -> Tree:
         parts, form, _ = keras.get(name) or (split(name), "", name)
         arrays[name] = Array(name, parts, tuple(info.shape), info.dtype.name, form)
     automatic = _counted(arrays) | keras_files.numbered_by_keras(keras)
+    by_torch = file.format == "torch" or file.metadata.get("format") == "pt"
+    arrays = {name: one._replace(torch=by_torch) for name, one in arrays.items()}
     tree = Tree(
         "file",
         arrays,
@@ -196,7 +200,7 @@ def _torch(module: Any) -> Tree:
         layer = live.layers.get(name.rpartition(".")[0])
         form = form_of(layer, "torch") or "raw"
         shape, dtype = tuple(tensor.shape), _dtype(tensor)
-        of_class = form, name_of(layer), alternates(layer)
+        of_class = form, name_of(layer), alternates(layer), True
         arrays[name] = Array(name, split(name), shape, dtype, *of_class)
     return Tree(
         "torch",
@@ -349,7 +353,8 @@ def _tree(tree: Any, kind: str, argument: str, module: Any = None) -> Tree:
         if kind == "linen" and len(parts) > 1:  # drops the linen collection
             parts = parts[1:]
         shape, of_class = tuple(leaf.shape), (form_of(layer, "equinox"), name_of(layer))
-        arrays[name] = Array(name, parts, shape, _dtype(leaf), *of_class)
+        by_torch = framework_of(leaf) == "torch"
+        arrays[name] = Array(name, parts, shape, _dtype(leaf), *of_class, torch=by_torch)
         values[name] = leaf
     automatic = _counted(arrays) if kind in ("tree", "file") else set()
 
