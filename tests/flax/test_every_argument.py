@@ -110,7 +110,9 @@ def test_attention_fn_in_nnx(row: Row) -> None:
     expected = [theirs(flax, x, mask=mask, **CAUSAL)]
     flax.init_cache(x.shape, row.settings.get("dtype", x.dtype))
     expected += [theirs(flax, x[:, t : t + 1], decode=True) for t in range(T)]
-    flax.attention_fn = partial(attention_fn, semantics=Semantics.flax())
+    shared = () if row.settings.get("broadcast_dropout") is False else ("B", "N")
+    semantics = Semantics.flax(dropout_broadcast=shared)
+    flax.attention_fn = partial(attention_fn, semantics=semantics)
     flax.init_cache(x.shape, row.settings.get("dtype", x.dtype))
     actual = [theirs(flax, x, mask=mask, **CAUSAL)]
     actual += [theirs(flax, x[:, t : t + 1], decode=True) for t in range(T)]

@@ -120,9 +120,9 @@ def test_implementation_and_fully_masked_rows() -> None:
         )
         for layer in layers(SMALL, semantics, implementation=names):
             assert_same(layer(x, mask=mask), expected)
-    for wrong in layers(SMALL, implementation="flash"):
+    for kind in (linen, modules):
         with pytest.raises(ValueError, match="implementation must be among"):
-            wrong(x)
+            kind.MultiHeadAttention.from_params(SMALL, implementation="flash")
 
 
 def test_dropout_is_that_of_semantics() -> None:
