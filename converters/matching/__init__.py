@@ -91,7 +91,7 @@ def prove(
         only arrays.
       packing: as in `match`. seed: seed of the generator.
       unused, missing: "keep" accepts source arrays that the plan does not use, or model arrays that
-        it does not fill, as in `load_into`.
+        it does not fill, also those of questions without candidates, as in `load_into`.
 
     Raises:
       ValueError: the plan has an open question, or does not fit the models, or head counts or

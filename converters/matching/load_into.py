@@ -39,16 +39,18 @@ class LoadInto(Protocol):
           dtype: the dtype of every floating array; None keeps the model's dtypes, and raises if one
             cannot represent all values of the source's dtype.
           unused: "keep" leaves out source arrays that the plan does not use; "refuse" raises.
-          missing: "keep" does not change model arrays without a line in the plan; "refuse" raises.
+          missing: "keep" does not change model arrays without a line in the plan, also where the plan
+            has a question without candidates; "refuse" raises.
           packing: order of packed projections, as in `match`; used only without a plan.
 
         Returns:
           The model of torch, Keras or nnx, filled in place; for linen and equinox a new tree.
 
         Raises:
-          ValueError: the plan has an open question, arrays are unused or missing, a shape, head
-            count or dtype does not fit, or attention of the model states other settings than that of
-            the source, such as a soft cap. These checks precede the first write.
+          ValueError: the plan has an open question (if `missing` is "keep", one with candidates),
+            arrays are unused or missing, a shape, head count or dtype does not fit, or attention of
+            the model states other settings than that of the source, such as a soft cap. These checks
+            precede the first write.
           TypeError: the model is of another framework, or a class.
           CheckpointError: the source cannot be read. If only a later array cannot be read, a model
             that is filled in place keeps the arrays written until then.
