@@ -14,7 +14,7 @@ from jaxmha.checkpoint import Lazy, TensorInfo, hub
 from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.discovery import adapters
 from jaxmha.converters.layout.arrays import NDArray
-from jaxmha.converters.matching import functions, head_counts, head_orders, lines, stored
+from jaxmha.converters.matching import functions, head_counts, head_orders, lines, recurrent, stored
 from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.patterns import expand
 from jaxmha.converters.matching.plan import UNKNOWN, Line, MatchPlan, Packing, Question
@@ -46,7 +46,8 @@ def prepared(
       dtype: dtype of every floating array; None uses the model's dtypes, and raises if one cannot
         represent all values of the source's dtype.
       unused: "keep" leaves out source arrays that the plan does not use; "refuse" raises.
-      missing: "keep" does not change model arrays without a line in the plan; "refuse" raises.
+      missing: "keep" does not change model arrays without a line in the plan, also where the plan has a
+        question without candidates; "refuse" raises.
 
     Raises:
       ValueError: a question is open, arrays are unused or missing, a shape, head count or dtype is
@@ -146,7 +147,8 @@ def checked_jobs(
     head_counts.refuse(todo, mine, theirs)
     sources = {name: names for name, (_, names) in todo.items()}
     orders = head_orders.of_heads(todo, source, target, value)
-    return todo, functions.compare(sources, mine.stated, theirs.stated, orders)
+    found = functions.compare(sources, mine.stated, theirs.stated, orders)
+    return todo, (*found, *recurrent.notes({n for x in sources.values() for n in x}, source))
 
 
 def _side(tree: Tree) -> Side:
@@ -238,6 +240,7 @@ def _refuse_rest(
         out = "leaves them out"
         if adapted := adapters.describe(left):
             fact, out = f"{fact}; {adapted}", "fills the model with the base alone"
+        fact = "; ".join((fact, *recurrent.notes(used, source)))
         raise RestError(fact, f"unused='keep' {out}", f"--keep-unused {out}")
     if lacking and missing == "refuse":
         fact = f"the plan has nothing for {listed(lacking)}"
