@@ -79,11 +79,10 @@ def prove(
     ]
     remarks += found.notes
     remarks += nans.notes(ours, other, found.places, (for_source, for_target))
-    pairs = _paired(mine, theirs, jobs, ours, other)
-    remarks += _hiding(ours, other, pairs, gates)
+    remarks += _hiding(mine, jobs, ours, gates)
     proof = replace(proof, tolerance=tolerance, dtype=dtype.name, narrow=narrow)
     proof = replace(proof, notes=(*proof.notes, *remarks))
-    return _outputs(proof, ours, other, pairs, found)
+    return _outputs(proof, ours, other, _paired(mine, theirs, jobs, ours, other), found)
 
 
 def _arrays(source: Tree, target: Tree, jobs: Mapping[str, tuple[Line, list[str]]]) -> Proof:
@@ -184,27 +183,34 @@ def _paired(
 
 def _closed(source: Tree, jobs: Mapping[str, tuple[Line, list[str]]]) -> list[str]:
     """Returns the names of single numbers that are 0 and no bias: gates of branches, as in ReZero."""
-    names = dict.fromkeys(n for _, names in jobs.values() for n in names)
-    single = [a for a in map(source.arrays.get, names) if a and a.shape in ((), (1,))]
+    used = (source.arrays[name] for name in _used(source, jobs))
+    single = [a for a in used if a.shape in ((), (1,))]
     gates = [a.name for a in single if not is_buffer(a) and a.path[-1] not in _ADDED]
     return [name for name in gates if not source.load(name).any()]
 
 
 def _hiding(
-    mine: running.Run, theirs: running.Run, pairs: Mapping[Path, Path], gates: Sequence[str]
+    source: Tree,
+    jobs: Mapping[str, tuple[Line, list[str]]],
+    run: running.Run,
+    gates: Sequence[str],
 ) -> Iterator[str]:
-    """Yields a note on gates, and layers that return only zeros in both models: they hide other layers."""
-    layers = [
-        ".".join(path)
-        for path, other in pairs.items()
-        if path and not mine.layers[path].any() and not theirs.layers[other].any()
-    ]
+    """Yields a note on gates, and layers of the source that return only zeros: they hide other layers."""
+    owners = dict.fromkeys(source.arrays[name].path[:-1] for name in _used(source, jobs))
+    found = {path: run.layers.get(path) for path in owners if path}
+    layers = [".".join(path) for path, x in found.items() if x is not None and not x.any()]
     if zeros := [*layers, *gates]:
         more = f" and {len(zeros) - 1} more" * (len(zeros) > 1)
         yield (
             f"{zeros[0]}{more} of the source and the model give only zeros, as where a branch was never "
             f"trained: a difference in the layers before would be hidden: {outputs.REMEDY}"
         )
+
+
+def _used(source: Tree, jobs: Mapping[str, tuple[Line, list[str]]]) -> list[str]:
+    """Returns the names of the arrays of the source that fill the model."""
+    names = dict.fromkeys(n for _, names in jobs.values() for n in names)
+    return [name for name in names if name in source.arrays]
 
 
 def _outputs(

@@ -1,6 +1,6 @@
 """`prove` counts no output as equal, or says so, where zeros that were never trained hide other layers."""
 
-# mypy: disallow-subclassing-any=False
+# mypy: disallow-subclassing-any=False, disallow-untyped-decorators=False
 from typing import Any
 
 import jax
@@ -45,6 +45,14 @@ def branch(f: Any, y: Any, x: Any, p: Any) -> Any:
     return 2.5 * x[..., :3] + y
 
 
+class Jitted(Mine):
+    """A model of which no layer is recorded."""
+
+    @nnx.jit
+    def __call__(self, x: jax.Array, padding: jax.Array) -> Any:
+        return super().__call__(x, padding)
+
+
 class Gated(Theirs):
     def __init__(self) -> None:
         super().__init__(lambda f, y, x, p: branch(f, self.alpha * y, x, p))
@@ -57,18 +65,23 @@ class GatedMine(Mine):
         self.alpha = nnx.Param(jax.numpy.zeros(()))
 
 
+# The layer or gate of zeros, the source, and the model.
+NETS: dict[str, tuple[str, Any, Any]] = {
+    "layer": ("head", lambda: Theirs(branch), lambda: Mine(branch, jax.nn.gelu)),
+    "jit": ("head", lambda: Theirs(branch), lambda: Jitted(branch, jax.nn.gelu)),
+    "gate": ("alpha", Gated, GatedMine),
+}
+
+
 @pytest.mark.parametrize("std", [0, 1])
-@pytest.mark.parametrize("name", ["head", "alpha"])
-def test_a_note_names_zeros_that_hide_a_wrong_activation(name: str, std: float) -> None:
+@pytest.mark.parametrize("kind", NETS)
+def test_a_note_names_zeros_that_hide_a_wrong_activation(kind: str, std: float) -> None:
     """The last layer of a branch, or its gate: all outputs agree."""
-    source = Gated() if name == "alpha" else Theirs(branch)
+    name, make, target = NETS[kind]
+    source = make()
     torch.nn.init.zeros_(source.head.bias)
-    weight = source.alpha if isinstance(source, Gated) else source.head.weight
-    torch.nn.init.normal_(weight, std=std)
-    model = GatedMine() if name == "alpha" else Mine(branch, jax.nn.gelu)
-    proof = prove(source, flax.load_into(model, source), inputs=inputs)
+    torch.nn.init.normal_(getattr(source, "alpha", source.head.weight), std=std)
+    proof = prove(source, flax.load_into(target(), source), inputs=inputs)
     assert proof.same == (std == 0)
-    notes = [
-        note for note in proof.notes if note.startswith(f"{name} of the source and the model give")
-    ]
-    assert len(notes) == (std == 0)
+    start = f"{name} of the source and the model give only zeros"
+    assert [note.startswith(start) for note in proof.notes] == [True] * (std == 0)
