@@ -5,12 +5,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmha.converters.matching import examples, flattened, nearest, roles, stored, tied
-from jaxmha.converters.matching.arrows import Arrow, Fit, guesses
+from jaxmha.converters.matching.arrows import Fit, guesses
 from jaxmha.converters.matching.decide import ALONE, Decision, decide
 from jaxmha.converters.matching.keras_names import named_alike
 from jaxmha.converters.matching.layers import MAIN, is_buffer
 from jaxmha.converters.matching.patterns import LETTERS, expand, pattern, used
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing, Question
+from jaxmha.converters.matching.readings import Arrow
 from jaxmha.converters.matching.rolling import rolled, unrolled
 from jaxmha.converters.matching.templates import Template, templates
 from jaxmha.converters.matching.trees import Tree

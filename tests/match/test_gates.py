@@ -6,8 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import Linear
 
 from jaxmha.converters import equinox, match
+from jaxmha.converters import torch as convert
+from jaxmha.converters.matching import prove
 
 # Library -> names of the gate, the up matrix and the output.
 NAMES = {
@@ -101,3 +105,30 @@ def test_shapes_that_show_no_roles(sizes: tuple[int, ...]) -> None:
     target = {n: {"kernel": np.zeros(s, np.float32)} for n, s in zip(names, shapes, strict=True)}
     with pytest.raises(ValueError, match="open question"):
         equinox.load_into(target, source)
+
+
+class Gated(torch.nn.Module):
+    def __init__(self, lies: bool) -> None:
+        super().__init__()
+        self.lies, self.gate_proj, self.up_proj = lies, Linear(D, INNER), Linear(D, INNER)
+
+    def forward(self, x: Any) -> Any:
+        both = self.gate_proj(x), self.up_proj(x)
+        gate, up = both[::-1] if self.lies else both
+        return torch.sigmoid(gate) * up
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_names_that_lie_are_not_certain(blocks: int) -> None:
+    source, target = (
+        torch.nn.Sequential(
+            *(torch.nn.Sequential(Gated(x), Linear(INNER, D)) for _ in range(blocks))
+        )
+        for x in (True, False)
+    )
+    plan = match(source, target)
+    gates = [line for line in plan.lines if "_proj" in line.target]
+    assert {line.confidence for line in gates} == {"by name"}
+    convert.load_into(target, source, plan)
+    draw = lambda rng: (rng.normal(size=(2, D)).astype("f"),)
+    assert not prove(source, target, plan, inputs=draw).same

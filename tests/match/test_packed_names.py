@@ -142,3 +142,9 @@ def test_experts_state_the_order_of_gate_and_up(is_concatenated: bool, packed: s
     rows = np.repeat([1, 2], INNER) if is_concatenated else np.tile([1, 2], INNER)
     np.testing.assert_array_equal(filled["experts.gate_up_proj"][1, :, 0], rows)
     np.testing.assert_array_equal(filled["experts.gate_up_proj_bias"][0], rows)
+
+
+@pytest.mark.parametrize("is_concatenated", [True, False])
+def test_experts_that_state_other_orders_are_not_copied(is_concatenated: bool) -> None:
+    source, target = Experts(True), Experts(is_concatenated)
+    assert bool(match(source, target).questions) is not is_concatenated
