@@ -46,8 +46,15 @@ class Placement(NamedTuple):
 
 def may_partition() -> bool:
     """True if XLA's partitioner may split a program that is traced here: for several devices or
-    another machine, and outside `sharding.use` and a `shard_map` over all mesh axes."""
+    another machine, and outside `sharding.use` and a `shard_map` over all mesh axes.
+
+    On a mesh of explicit axes alone, types say what is sharded, so that nothing is left to the
+    partitioner. JAX also refuses an eager gradient with `custom_partitioning` there.
+    """
     if sharding.current() is not None or (jax.device_count() == 1 and platforms.current().present):
+        return False
+    axes = sharding.AXES.value
+    if axes is not None and {*axes.mesh.axis_types} == {AxisType.Explicit}:
         return False
     return {*jax.sharding.get_abstract_mesh().axis_types} != {AxisType.Manual}
 

@@ -126,3 +126,16 @@ def test_transformations() -> None:
 
     got = jax.jit(partial(run, implementation="blocked"))(put(found, x, "data"))
     assert_alike(got, jax.jit(partial(run, implementation="reference"))(x))
+
+
+@pytest.mark.slow_variants("positions")
+@pytest.mark.parametrize(
+    "names", [(), ("data",), (None, "data")], ids=["none", "rows", "positions"]
+)
+def test_eager_gradients_of_explicit_types(names: tuple[str | None, ...]) -> None:
+    """JAX refuses one with `custom_partitioning`; types leave nothing to the partitioner."""
+    x, devices = normal(B, 6, N, 3), mesh(explicit=True, data=2, tensor=4)
+    grad = jax.grad(lambda x: jaxmha.dot_product_attention(x, x, x, implementation="blocked").sum())
+    with jax.set_mesh(devices):
+        found = grad(put(devices, x, *names))
+    assert_alike(np.asarray(found), grad(x))

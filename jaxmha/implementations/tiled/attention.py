@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from jaxmha import sharding
-from jaxmha.implementations import fully_masked, platforms, varying
+from jaxmha.implementations import fully_masked, partitioned, platforms, varying
 from jaxmha.implementations.base import Request, Result, accumulation_dtype
 from jaxmha.implementations.mods import Floats, Mod, cotangent
 from jaxmha.implementations.online_softmax import Softmax, State
@@ -169,6 +169,7 @@ def _config(request: Request, conditions: Conditions, platform: str, operands: _
         _sizes(),
         operands.dtype,
         operands.scale,
+        partition=partitioned.may_partition(),
     )
 
 
@@ -197,7 +198,9 @@ def core(
       score_mod: score function, applied after the bias.
     """
     inputs = query, key, value, bias, traced, seed, score_mod
-    return per_device.run(lambda own, inputs, _: _core(own, config, *inputs), tiling, inputs, ())
+    return per_device.run(
+        lambda own, inputs, _: _core(own, config, *inputs), tiling, config.partition, inputs, ()
+    )
 
 
 def _core(
@@ -329,8 +332,9 @@ def core_forward(
     """The forward rule of `core`. `jax.checkpoint` can save attention_out and attention_lse."""
     inputs = query, key, value, bias, traced, seed, score_mod
     softmax = per_device.run(
-        lambda own, inputs, _: forward_for_gradient(own, config, *inputs), tiling, inputs, ()
-    )
+        lambda own, inputs, _: forward_for_gradient(own, config, *inputs),
+        tiling, config.partition, inputs, (),
+    )  # fmt: skip
     names = "attention_out", "attention_lse", "attention_lse"
     softmax = Softmax(*map(checkpoint_name, softmax, names))
     return (softmax.out, softmax.lse if config.lse else None), (inputs, softmax)
@@ -366,12 +370,9 @@ def core_backward(
 
     inputs, softmax = saved
     *heads, d_bias, floats = per_device.run(
-        local,
-        tiling,
-        inputs,
-        (softmax, cotangents),
+        local, tiling, config.partition, inputs, (softmax, cotangents),
         lambda found: ("bn..", KEYS, KEYS, *per_device.by_rank(found[3:])),
-    )
+    )  # fmt: skip
     return *heads, d_bias, None, None, cotangent(inputs[-1], floats)
 
 

@@ -29,6 +29,7 @@ KEYS = "bk.."
 def run(
     function: Callable[[Tiling, CoreInputs, Others], Tree],
     tiling: Tiling,
+    partition: bool,
     inputs: CoreInputs,
     others: Others,
     results: Callable[[Tree], Any] | None = None,
@@ -41,11 +42,12 @@ def run(
 
     Args:
       tiling: of the whole arrays; `function` gets a tiling of the arrays of one device.
+      partition: False if XLA does not partition the program (`Config.partition`).
       others: further arrays `B N T` or `B N T d`, such as the softmax that the backward pass reads.
       results: maps the results to their axis letters, in the same structure; None: `by_rank`.
     """
     query, key, value, bias, traced, seed, mod = inputs
-    if seed is not None or mod is not None or traced.mod is not None:
+    if not partition or seed is not None or mod is not None or traced.mod is not None:
         return function(tiling, inputs, others)
 
     def local(*operands: Any) -> Tree:

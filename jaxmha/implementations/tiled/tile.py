@@ -47,6 +47,8 @@ class Config(NamedTuple):
       transposed: whether the scores of the forward pass are `s r`, and so round like the scores of
         the backward pass. Without a gradient, or with one KV tile, they are `r s`: XLA:CPU takes up
         to 1.9 times as long for matmuls with the values on the left.
+      partition: whether XLA's partitioner may split the program (`partitioned.may_partition`), found
+        once: the gradient is traced later, outside of `sharding.use` and `by_types`.
     """
 
     soft_cap: float | None
@@ -62,6 +64,7 @@ class Config(NamedTuple):
     operands: np.dtype[np.floating] | None = None
     scale: float = 1.0
     transposed: bool = False
+    partition: bool = False
 
 
 class Modifier(NamedTuple):
