@@ -5,7 +5,8 @@ jaxmha always has `(B, T, Dq)`. True in its Boolean masks means blocked. A state
 `num_heads`, `add_zero_attn`, `dropout` and `batch_first`; a module does.
 """
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -65,6 +66,9 @@ def import_params(
     copy: bool = True,
 ) -> tuple[MHAParams, Semantics]:
     """Parameters from a dict of tensors by one of the layouts torch, torch-separate.
+
+    A state dict does not hold `batch_first`. If the module has `batch_first=False`, torch's default,
+    swap the first two axes of its inputs and outputs: jaxmha takes `(B, T, Dq)`.
 
     Args:
       state: arrays or tensors by key; `prefix` and `.` stand before each key. In a nested dict, the
@@ -134,6 +138,11 @@ class Imported(_Pair):
     def __getnewargs__(self) -> tuple[MHAParams, Semantics, bool]:
         return (*self, self.batch_first)
 
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> "Imported":  # type: ignore[override]
+        # That of the parent leaves out `batch_first`, whose value two items do not show.
+        return cls(*iterable)
+
     def _replace(
         self,
         *,
@@ -157,27 +166,46 @@ class Imported(_Pair):
         return cls(*children, batch_first)
 
 
+_OTHER_ORDER = (
+    "the module has batch_first=False, torch's default, so it takes arrays (T, B, {features}), while "
+    "jaxmha expects (B, T, {features}) and cannot see the difference: swap the first two axes of "
+    "inputs and outputs. from_module(module, batch_first=False) silences this warning"
+)
+
+
 def from_module(
-    module: "torch.nn.Module", variables: None = None, *, copy: bool = True
+    module: "torch.nn.Module",
+    variables: None = None,
+    *,
+    copy: bool = True,
+    batch_first: bool | None = None,
 ) -> Imported:
     """Parameters and semantics of a `torch.nn.MultiheadAttention`, as copies.
 
-    `copy=False` shares the memory of a frozen module instead, as `import_params` says.
-
     jaxmha takes `(B, T, Dq)`. A module with `batch_first=False`, torch's default, takes `(T, B,
-    Dq)`, and neither raises an error for the other order: swap the first two axes of the inputs of
-    such a module. `batch_first` of the result gives the order of the module.
+    Dq)`, and neither raises an error for the other order: swap the first two axes of the inputs and
+    outputs of such a module. `batch_first` of the result gives the order of the module.
+
+    Args:
+      copy: False: shares the memory of a frozen module instead, as `import_params` says.
+      batch_first: that of the module. It states that the caller knows the order, and False thus
+        silences the warning.
 
     Raises:
       TypeError: the module is of another class.
       ValueError: its parameters do not determine its output: it has a forward of its own, or hooks;
-        without a copy: a parameter requires a gradient, or its memory cannot be shared.
+        without a copy: a parameter requires a gradient, or its memory cannot be shared;
+        `batch_first` is not that of the module.
+
+    Warns:
+      UserWarning: the module has `batch_first=False`, and the call does not say so.
 
     >>> import torch
-    >>> params, semantics = from_module(torch.nn.MultiheadAttention(6, 2, dropout=0.1))
+    >>> layer = torch.nn.MultiheadAttention(6, 2, dropout=0.1, batch_first=True)
+    >>> params, semantics = from_module(layer)
     >>> params.out.kernel.shape, semantics.dropout_rate
     ((2, 3, 6), 0.1)
-    >>> from_module(torch.nn.MultiheadAttention(6, 2)).batch_first
+    >>> from_module(torch.nn.MultiheadAttention(6, 2), batch_first=False).batch_first
     False
     """
     with needed("torch"):
@@ -200,7 +228,16 @@ def from_module(
     instead = "import_params(module.state_dict(), num_heads=...)"
     refuse_own_forward(module, (torch.nn.MultiheadAttention,), ("merge_masks", *COMPUTING), instead)
     refuse_hooks(module, "module")
-    return weights_of(module, copy=copy)
+    imported = weights_of(module, copy=copy)
+    own = imported.batch_first
+    if batch_first not in (None, own):
+        raise ValueError(
+            f"batch_first: the module has batch_first={own}, got {batch_first!r}: "
+            f"pass {own}, or leave it out"
+        )
+    if not own and batch_first is None:
+        warnings.warn(_OTHER_ORDER.format(features=module.embed_dim), stacklevel=2)
+    return imported
 
 
 def weights_of(module: "torch.nn.MultiheadAttention", *, copy: bool = True) -> Imported:
@@ -228,7 +265,7 @@ def to_module(
 
     By default it takes `(B, T, Dq)`, as jaxmha does; torch's own default is `(T, B, Dq)`, which
     `batch_first=False` gives. To keep the order of a module, pass
-    `to_module(*found, batch_first=found.batch_first)` with `found = from_module(module)`.
+    `batch_first=module.batch_first`, or the module as `like`.
 
     `like`: a `torch.nn.MultiheadAttention` from which the mode (train or eval) is copied, and
       `batch_first` unless it is given.

@@ -37,7 +37,7 @@ def build(scheme: str, case: str, seed: int) -> Any:
 
         pytorch.manual_seed(seed)
         layer: Any = pytorch.nn.MultiheadAttention(D, N, kdim=Dk, vdim=Dv, add_bias_kv=True)
-        return torch.from_module(layer)[0]
+        return torch.from_module(layer, batch_first=False)[0]
     if scheme == "keras":
         import keras as library
 

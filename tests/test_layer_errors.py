@@ -96,7 +96,7 @@ def test_layer(what: str) -> None:
 def test_things_of_another_kind_are_named() -> None:
     query, params = INPUTS["query"], params_of(LEAVES)
     other: Any = {"a": 1}
-    imported: Any = convert.from_module(torch.nn.MultiheadAttention(6, 2))
+    imported: Any = convert.from_module(torch.nn.MultiheadAttention(6, 2, batch_first=True))
     layers: Any = (jaxmha.multi_head_attention, jaxmha.project, jaxmha.combine)
     for call in layers:
         for run in (call, jax.jit(call)):

@@ -44,7 +44,7 @@ def torch_layer(seed: int, D: int, N: int, parts: tuple[int, int] = (1, 1)) -> L
 
     torch.manual_seed(seed)
     layer = torch.nn.MultiheadAttention(D, N, kdim=D // parts[0], vdim=D // parts[1])
-    return _numpy(of_torch.from_module(layer)[0])
+    return _numpy(of_torch.from_module(layer, batch_first=False)[0])
 
 
 def torch_linear(seed: int, D: int, N: int) -> Leaves:

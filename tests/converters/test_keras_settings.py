@@ -276,8 +276,9 @@ def test_back_and_forth_keeps_what_torch_had() -> None:
     import torch as framework
 
     source = framework.nn.MultiheadAttention(6, 2)
-    assert not torch.to_module(*torch.from_module(source), like=source).batch_first
-    assert torch.to_module(*torch.from_module(source)).batch_first
+    imported = torch.from_module(source, batch_first=False)
+    assert not torch.to_module(*imported, like=source).batch_first
+    assert torch.to_module(*imported).batch_first
 
 
 def test_the_fused_path_has_the_softmax_of_keras_on_jax() -> None:

@@ -188,16 +188,32 @@ def test_folders_without_exactly_one_checkpoint(
 def test_how_a_torch_layer_is_called_is_reported(batch_first: bool) -> None:
     torch.manual_seed(0)
     module = torch.nn.MultiheadAttention(16, 4, batch_first=batch_first).eval()
-    found = convert.from_module(module)
+    found = convert.from_module(module, batch_first=batch_first)
     params, semantics = found
     assert (found.params, found.semantics, found.batch_first) == (params, semantics, batch_first)
+    assert convert.Imported._make([*found, batch_first]).batch_first is batch_first
+    with pytest.raises(TypeError, match="batch_first"):
+        convert.Imported._make(found)
     again = convert.to_module(*found, batch_first=found.batch_first)
     x = torch.randn(5, 3, 16)
     with torch.no_grad():
         assert torch.equal(again(x, x, x)[0], module(x, x, x)[0])
     assert convert.to_module(*found).batch_first
     encoder = torch.nn.TransformerEncoderLayer(16, 4, 8, batch_first=batch_first)
-    assert convert.from_module(encoder.self_attn).batch_first is batch_first
+    layer = encoder.self_attn
+    assert convert.from_module(layer, batch_first=batch_first).batch_first is batch_first
+
+
+def test_the_order_of_axes_of_a_torch_layer_is_stated_or_warned_of() -> None:
+    """Its parameters and shapes are the same for both orders, so no later call notices."""
+    first, second = (torch.nn.MultiheadAttention(6, 2, batch_first=x) for x in (True, False))
+    with pytest.warns(UserWarning, match=r"takes arrays \(T, B, 6\).* swap the first") as warned:
+        convert.from_module(second)
+    assert warned[0].filename == __file__
+    for module, stated in ((first, False), (second, True)):
+        with pytest.raises(ValueError, match=f"batch_first={not stated}, got {stated}: pass"):
+            convert.from_module(module, batch_first=stated)
+    convert.from_module(first)  # without a warning, which is an error in tests
 
 
 def test_the_bar_counts_the_bytes_of_the_file_once(monkeypatch: pytest.MonkeyPatch) -> None:

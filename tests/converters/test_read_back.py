@@ -146,5 +146,5 @@ def test_layers_that_do_more_than_torch_are_refused() -> None:
         convert.from_module(layer)
     handle.remove()
     parametrize.register_parametrization(layer.out_proj, "bias", pytorch.nn.Softplus())
-    bias = leaves(convert.from_module(layer).params)["out.bias"]
+    bias = leaves(convert.from_module(layer, batch_first=False).params)["out.bias"]
     np.testing.assert_array_equal(bias, layer.out_proj.bias.detach())

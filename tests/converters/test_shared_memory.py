@@ -19,7 +19,9 @@ E, N, DTYPES = 32, 4, ("float32", "bfloat16", "float16")
 
 
 def module(dtype: str = "float32", **settings: Any) -> torch.nn.MultiheadAttention:
-    made = torch.nn.MultiheadAttention(E, N, dtype=getattr(torch, dtype), **settings)
+    made = torch.nn.MultiheadAttention(
+        E, N, batch_first=True, dtype=getattr(torch, dtype), **settings
+    )
     return made.requires_grad_(False)
 
 

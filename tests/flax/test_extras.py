@@ -225,12 +225,11 @@ def test_norms_without_scales() -> None:
 def test_an_import_from_torch_is_one_line() -> None:
     torch = pytest.importorskip("torch")
 
-    layer = torch.nn.MultiheadAttention(12, 3, add_bias_kv=True, add_zero_attn=True, dropout=0.1)
-    layer = layer.eval()
+    extras = {"add_bias_kv": True, "add_zero_attn": True, "dropout": 0.1}
+    layer = torch.nn.MultiheadAttention(12, 3, **extras, batch_first=True).eval()
     x = normal("torch", (B, T, 12))
     with torch.no_grad():
-        moved = torch.from_numpy(np.array(x)).transpose(0, 1)
-        expected = layer(moved, moved, moved)[0].transpose(0, 1).numpy()
+        expected = layer(*[torch.from_numpy(np.array(x))] * 3)[0].numpy()
     settings: dict[str, Any] = {"deterministic": True}
     module, variables = linen.MultiHeadAttention.from_params(
         *torch_converter.from_module(layer), **settings

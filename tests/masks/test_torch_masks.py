@@ -46,7 +46,7 @@ SETTINGS = list(itertools.product(BOTH, BOTH, BOTH))  # bias_kv, zero_attn, need
 def test_every_combination(bias_kv: bool, zero_attn: bool, need_weights: bool) -> None:
     """attn_mask 7 x key_padding_mask 3 x is_causal 2 x batch_first 2 x batched 2, per setting."""
     layer = module(bias_kv, zero_attn)
-    params, semantics = from_module(layer)
+    params, semantics = from_module(layer, batch_first=layer.batch_first)
     made: dict[str, Any] = {"num_heads": N, "add_bias_kv": bias_kv, "add_zero_attn": zero_attn}
     inputs = draw(B, T, D), draw(B, S, D, seed=1), draw(B, S, D, seed=2)
     calls, masks = [], []
@@ -89,7 +89,7 @@ def test_every_combination_in_eval(
     """Self-attention without gradients, where torch may take its native path."""
     taken = spy(monkeypatch)
     layer = module(bias_kv, zero_attn)
-    params, semantics = from_module(layer)
+    params, semantics = from_module(layer, batch_first=layer.batch_first)
     made: dict[str, Any] = {"num_heads": N, "add_bias_kv": bias_kv, "add_zero_attn": zero_attn}
     inputs = draw(B, S, D)
     calls: dict[Path, list[Any]] = {}
@@ -135,7 +135,7 @@ def test_every_combination_in_eval(
 @pytest.mark.parametrize("batched", BOTH)
 def test_structure_is_kept_and_means_the_same(batched: bool, need_weights: bool) -> None:
     layer = module(False, True)
-    params, semantics = from_module(layer)
+    params, semantics = from_module(layer, batch_first=layer.batch_first)
     path: Path = "weights" if need_weights else "sdpa"
     semantics = Semantics.torch(path, add_zero_attn=semantics.add_zero_attn)
     inputs = [draw(*((B,) if batched else ()), length, D) for length in (T, S, S)]
@@ -181,7 +181,7 @@ def test_finite_constants_add_up_as_in_torch() -> None:
     """Two of them are -inf where they overflow, and are no exclusion where they do not."""
     low = float(np.finfo(np.float32).min)
     layer = module(False, False)
-    params, _ = from_module(layer)
+    params, _ = from_module(layer, batch_first=layer.batch_first)
     inputs = draw(B, T, D), draw(B, S, D, seed=1), draw(B, S, D, seed=2)
     for constant in (low, -1e9):
         arguments: dict[str, Any] = {
@@ -206,7 +206,7 @@ def test_finite_constants_add_up_as_in_torch() -> None:
 def test_separate_widths_and_averaged_weights(need_weights: bool) -> None:
     """`use_separate_proj_weight`; the average over heads is the caller's."""
     layer = module(True, True, widths=(13, 17))
-    params, semantics = from_module(layer)
+    params, semantics = from_module(layer, batch_first=layer.batch_first)
     inputs = draw(B, T, D), draw(B, S, 13, seed=1), draw(B, S, 17, seed=2)
     arguments: dict[str, Any] = {
         "attn_mask": attn_mask("bool BNTS", True),
