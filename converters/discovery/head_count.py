@@ -251,7 +251,7 @@ def find(
         remedy = (
             f"none of them belongs to {block.prefix or '(top)'}; {_SINGLY}"
             if in_parts
-            else "correct it, or pass num_heads= or --num-heads"
+            else "correct it, or pass num_heads= (--num-heads)"
         )
         raise UnusableConfigError(f"{kept[1]}: {remedy}")
     if given is None:
@@ -263,13 +263,13 @@ def find(
             else "leave it out, or correct the one that is wrong"
         )
         raise ValueError(
-            f"num_heads={given} is given, and {kept[1]} says {kept[0]}"
+            f"a head count of {given} is given, and {kept[1]} says {kept[0]}"
             + f" for {block.prefix or '(top)'}" * in_parts
             + f": {remedy}"
         )
     if in_shape is None and kept is not None and several and given not in several:
         raise ValueError(
-            f"num_heads={given} is given for {block.prefix or '(top)'}, and {kept[1]}: {_SINGLY}"
+            f"a head count of {given} is given for {block.prefix or '(top)'}, and {kept[1]}: {_SINGLY}"
         )
     return given, "given"
 

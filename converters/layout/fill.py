@@ -16,10 +16,7 @@ from jaxmha.params import CANONICAL, field_of, from_leaves, leaves
 
 ZEROS = "zeros"
 FILLS = (ZEROS,)
-REMEDY = (
-    "; a bias of zeros changes nothing: --fill-bias zeros (fill_bias='zeros' of convert and "
-    "export_params) fills it in"
-)
+REMEDY = "; a bias of zeros changes nothing: fill_bias='zeros' (--fill-bias zeros) fills it in"
 
 
 def check(fill_bias: str | None) -> None:

@@ -64,8 +64,8 @@ def refuse_heads(layout: Layout, num_heads: int | None) -> None:
     """Raises ValueError for a head count that is missing or not a positive integer."""
     if num_heads is None and not layout.stores_num_heads:
         raise ValueError(
-            f"layout {layout.name} does not store the head count: pass num_heads= or "
-            "--num-heads (it is in the model's configuration, and in none of these shapes)"
+            f"layout {layout.name} does not store the head count: pass num_heads= "
+            "(--num-heads): it is in the model's configuration, and in none of these shapes"
         )
     if num_heads is not None and (type(num_heads) is not int or num_heads < 1):
         raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
@@ -176,7 +176,7 @@ def refuse_semantics(
         )
         if field.name not in ignored and not equal:
             remedy = (
-                "; --fold-scale (fold_scale=True) multiplies the queries instead, or take the "
+                "; fold_scale=True (--fold-scale) multiplies the queries instead, or take the "
                 f"blocks by import_params and run them with Semantics(scale={ours!r})"
             )
             raise ValueError(

@@ -88,7 +88,7 @@ def _demand(fine: bool) -> None:
     if not fine:
         raise ValueError(
             "too many layers of the source have the shapes of too many layers of the model, and no "
-            "repeated block explains them: write a plan yourself, and pass it as plan= or --plan"
+            "repeated block explains them: write a plan yourself, and pass it as plan= (--plan)"
         )
 
 

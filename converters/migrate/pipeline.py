@@ -121,7 +121,7 @@ def _make(
         wanted = f" of layout {from_}" if from_ else ""
         raise ValueError(
             f"{file.path}: no attention block{wanted} found, and no other layer to convert to {to} "
-            "(`jaxmha inspect` lists the tensors): leave out --to (to=) to write all tensors as they are "
+            "(`jaxmha inspect` lists the tensors): leave out to= (--to) to write all tensors as they are "
             "in another format, or fill a model of your own (`jaxmha match`)"
         )
     if target.name != attention_blocks.named(to).name or target.name.endswith("-file"):
@@ -216,7 +216,7 @@ def convert(
         options = {"from_": from_, "num_heads": num_heads, "attention_only": attention_only}
         options |= {"others": others != "pass", "fold_scale": fold_scale, "fill_bias": fill_bias}
         if wrong := [name for name, value in (options | {"like": like}).items() if value]:
-            raise ValueError(f"{', '.join(wrong)}: only with a layout (to=), which is not given")
+            raise ValueError(f"{', '.join(wrong)}: only with a layout, and to= is not given")
         return containers.copy(
             source,
             destination,

@@ -335,7 +335,7 @@ def _by_hand(
         own = live_model.head_count(whole, block.prefix)
         if None not in (own, num_heads) and own != num_heads:
             raise ValueError(
-                f"num_heads={num_heads} is given, and {block.prefix or 'the layer'} has {own}: "
+                f"a head count of {num_heads} is given, and {block.prefix or 'the layer'} has {own}: "
                 "leave it out, or correct the one that is wrong"
             )
         count, _ = head_count.find(block, all_shapes, num_heads or own)

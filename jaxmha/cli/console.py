@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -32,6 +33,7 @@ from jaxmha.checkpoint.formats import table
 
 Item = TypeVar("Item")
 _NAMES = 60  # characters of all columns of names, in a terminal of 80
+GOOD = "1 is the least, similar in both files is good"  # of errors in rounding floors
 SHOWN = 10  # names listed before "and more"
 _PIPED = 100_000  # columns of a pipe or file: every line is shorter
 
@@ -55,6 +57,19 @@ def escape(text: str, keep: str = "") -> str:
     return markup.escape(printable(text, keep))
 
 
+# An argument of a function and its option, as errors name both: dtype='float32' (--dtype float32).
+_ARGUMENT = re.compile(r"\b[a-z_]+=(?:'[^']*'|\w*) \((--[^()]+)\)")
+
+
+def for_command(message: str) -> str:
+    """A message without the arguments that only callers from Python have.
+
+    >>> for_command("pass num_heads= (--num-heads)")
+    'pass --num-heads'
+    """
+    return _ARGUMENT.sub(r"\1", message)
+
+
 @contextmanager
 def one_message() -> Iterator[None]:
     """Turns every exception into one message and exit code 2, without a traceback.
@@ -69,7 +84,9 @@ def one_message() -> Iterator[None]:
         if os.environ.get("JAXMHA_DEBUG"):
             traceback.print_exc()
         expected = isinstance(error, ValueError | TypeError | OSError | ImportError)
-        what = str(error) if expected else f"unexpected {type(error).__name__}: {error}"
+        what = (
+            for_command(str(error)) if expected else f"unexpected {type(error).__name__}: {error}"
+        )
         more = "" if expected else " (JAXMHA_DEBUG=1 shows where)"
         err.print(f"[red]error:[/red] {escape(what)}{more}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None

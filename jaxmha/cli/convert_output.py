@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from jaxmha import checkpoint
-from jaxmha.cli.console import SHOWN, err, escape, out, print_line, print_some, print_table
+from jaxmha.cli.console import GOOD, SHOWN, err, escape, out, print_line, print_some, print_table
 from jaxmha.converters.migrate.pipeline import Conversion
 from jaxmha.converters.verify import report
 
@@ -55,7 +55,7 @@ def print_conversion(
         out.print("[red]the files differ[/red]")
         return
     errors = [error for one in checked.modules for pair in one.errors.values() for error in pair]
-    ran = f"; forward errors up to {max(errors):.3g} rounding floors" if errors else ""
+    ran = f"; forward errors up to {max(errors):.3g} rounding floors ({GOOD})" if errors else ""
     tensors = checked.target["tensors"]
     if done.unchecked:
         print_line(

@@ -9,6 +9,7 @@ import typer
 
 from jaxmha.cli.console import (
     escape,
+    for_command,
     one_message,
     print_json,
     print_line,
@@ -79,7 +80,7 @@ def _block_row(name: str, block: inspection.BlockInfo) -> tuple[str, ...]:
         block.layout,
         block.family or "keys alone",
         "?" if block.num_heads is None else str(block.num_heads),
-        block.num_heads_from,
+        for_command(block.num_heads_from),
         block.dtype,
         ", ".join("x".join(map(str, shape)) for shape in list(block.shapes.values())[:2]),
         block.confidence,

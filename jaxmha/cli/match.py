@@ -11,6 +11,7 @@ from jaxmha.cli.console import (
     check_text,
     err,
     escape,
+    for_command,
     one_message,
     out,
     print_json,
@@ -130,7 +131,7 @@ def print_plan(plan: matching.Plan, as_json: bool) -> None:
     if as_json:
         print_json(_as_json(plan))
     else:
-        out.print(escape(str(plan), keep="\n"), soft_wrap=True, highlight=False)
+        out.print(escape(for_command(str(plan)), keep="\n"), soft_wrap=True, highlight=False)
 
 
 def refuse_rest(plan: matching.Plan, unused: bool) -> None:

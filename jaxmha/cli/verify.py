@@ -8,6 +8,7 @@ import typer
 
 from jaxmha import checkpoint
 from jaxmha.cli.console import (
+    GOOD,
     check_text,
     escape,
     one_message,
@@ -108,7 +109,7 @@ def _print(report: comparison_report.Report) -> None:
     if rows:
         print_table("", columns, rows)
     if any(block.errors for block in report.blocks):
-        print_line("errors: RMS against float64, in rounding floors of the output")
+        print_line(f"errors: RMS against float64, in rounding floors of the output ({GOOD})")
     for block in report.blocks:
         if not block.same or block.not_finite:
             print_line(escape(str(block), keep="\n"))

@@ -186,7 +186,7 @@ def test_where_every_head_count_is_from(bert: Path, tmp_path: Path) -> None:
 
 def test_a_plan_that_contradicts_is_refused(bert: Path, tmp_path: Path) -> None:
     plan = pipeline.plan(bert, to="flax")[0]
-    for count, reported in ((OTHER, "num_heads=4 is given"), (5, "N=5")):
+    for count, reported in ((OTHER, "a head count of 4 is given"), (5, "N=5")):
         steps = tuple(
             replace(m, num_heads=count) if m.kind == "attention" else m for m in plan.steps
         )

@@ -149,7 +149,7 @@ def lacking(layout: Layout) -> Iterator[tuple[str, Case]]:
             if group and len(members) == 1:
                 continue  # there or not, as the user likes
             fillable = all(name.endswith(".bias") for name in dropped)
-            way_out = "; a bias of zeros changes nothing: --fill-bias zeros" if fillable else "$"
+            way_out = "; a bias of zeros changes nothing: fill_bias='zeros' " if fillable else "$"
             if group:
                 rest = ", ".join(name for name in members if name not in dropped)
                 message = (

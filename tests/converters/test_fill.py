@@ -133,7 +133,7 @@ def test_no_layout_lacks_biases_after_it(layout: Any) -> None:
 
 def test_parameters_and_states() -> None:
     params = without("key")
-    with pytest.raises(ValueError, match="fill_bias='zeros' of convert and export_params"):
+    with pytest.raises(ValueError, match=r"fill_bias='zeros' \(--fill-bias zeros\)"):
         flax.export_params(params)
     state = flax.export_params(params, Semantics(scale=1.0), fold_scale=True, fill_bias="zeros")
     assert not state["key/bias"].any()

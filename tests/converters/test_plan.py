@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "unknown layout": (lambda p: edited(p, "attention", layout="x"), r"unknown layout 'x'"),
     "heads": (lambda p: edited(p, "attention", num_heads=7), r"N=7"),
     "other heads": (lambda p: edited(p, "attention", num_heads=2),
-        r"num_heads=2 is given, and config.json"),
+        r"a head count of 2 is given, and config.json"),
     "no heads": (lambda p: edited(p, "attention", num_heads=None), r"of the plan lacks num_heads"),
     "prefix": (lambda p: edited(p, "linear", source="x"), r"is not under x"),
     "becomes": (lambda p: edited(p, "linear", becomes="rnn"), r"flax has no rnn"),

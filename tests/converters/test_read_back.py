@@ -124,7 +124,7 @@ def test_a_head_count_that_contradicts_the_file_is_refused(where: str, tmp_path:
             state = {name: file[name] for name in file}
         source = tmp_path / "kept.safetensors"
         checkpoint.write(source, state, metadata={"jaxmha.num_heads": "2"})
-    with pytest.raises(ValueError, match=rf"num_heads=3 is given, and {where}.* says 2"):
+    with pytest.raises(ValueError, match=rf"a head count of 3 is given, and {where}.* says 2"):
         pipeline.convert(source, tmp_path / "out.npz", to="flax", num_heads=3)
     pipeline.convert(source, tmp_path / "out.npz", to="flax", num_heads=2)
 

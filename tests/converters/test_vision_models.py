@@ -106,3 +106,4 @@ def test_a_norm_without_a_bias_is_called_neither_kind(to: str, tmp_path: Path) -
     text = run("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", to, "--num-heads", N)
     assert ("LayerNorm or RMSNorm: no tensor tells" in text) == ("x norm" in text)
     assert "norm" in text
+    assert "rounding floors (1 is the least, similar in both files is good)" in text
