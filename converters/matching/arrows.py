@@ -45,7 +45,7 @@ def fit(source: Template, target: Template) -> Fit | str | None:
 
 def _splits(source: Template, target: Template) -> Iterator[int]:
     """Yields the index of each "#" of the target whose layers the source's arrays may stack."""
-    if len(target.counts) != len(source.counts) + 1 or source.first.part:
+    if len(target.counts) != len(source.counts) + 1:
         return
     if len(target.layers) == math.prod(target.counts):
         for n in range(len(target.counts)):
@@ -71,8 +71,9 @@ def _taken_apart(source: Template, target: Template, column: int) -> Fit | str |
             )
             for arrow in _arrows(slot, cut, one.first, one.first.slots[slot].shape):
                 here = _split(arrow.source)
-                # A leading `s` counts separate source arrays; `axes` index one of them, without it.
-                here.insert(axes[0] + (here[:1] == ["s"]), "l")
+                # An `s` that counts separate source arrays leads; `axes` index one of them, without it.
+                apart = source.first.part_of(slot) is None and here[:1] == ["s"]
+                here.insert(axes[0] + apart, "l")
                 found.append(Arrow(" ".join(here), f"l {arrow.target}".strip()))
         if not found:
             return None

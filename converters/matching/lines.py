@@ -256,9 +256,9 @@ def _line(several: Sequence[_Piece], source: Tree, target: Tree) -> list[Line]:
     take = ""
     if first.source_part and not (whole and first.target_part):
         take = f"{first.source_part[0]}/{first.source_part[1]}"
-    take = first.take or take
     pieces = [first] if whole else list(several)
-    base = Line("", (), str(first.arrow), take, "", first.reason, first.confidence)
+    takes = f"{first.take} {take}".strip()
+    base = Line("", (), str(first.arrow), takes, "", first.reason, first.confidence)
     patterns = (first.target, *(p.source for p in pieces))
     if all(patterns) and _exact(pieces, source, target):
         return [replace(base, target=first.target, sources=tuple(p.source for p in pieces))]
@@ -268,7 +268,7 @@ def _line(several: Sequence[_Piece], source: Tree, target: Tree) -> list[Line]:
             base,
             target=name,
             sources=tuple(n for p in pieces for n in p.names[i]),
-            take=f"{i % int(count)}/{count}" if count else take,
+            take=f"{i % int(count)}/{count} {take}".strip() if count else take,
         )
         for i, name in enumerate(first.targets)
     ]

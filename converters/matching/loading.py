@@ -274,17 +274,17 @@ _NUMBER = re.compile(r"\b(?!1\b)\d+\b")
 
 
 class _Bound(NamedTuple):
-    """A checked `Line.arrow`: size of each letter, sizes of stacked axes, index of the part to take."""
+    """A checked `Line.arrow`: size of each letter, sizes of stacked axes, indices of the part to take."""
 
     sizes: dict[str, int]
     stacked: tuple[int, ...]
-    part: int | None
+    part: tuple[int, ...]
 
 
 def _bound(line: Line, shapes: Sequence[tuple[int, ...]], target: Array) -> _Bound:
     """Returns the sizes by which the arrow of a line fits these shapes; ValueError if it does not."""
     if line.fill:
-        return _Bound({}, (), None)
+        return _Bound({}, (), ())
     shown = f"{target.name} <- {', '.join(line.sources)}"
     try:
         return _letters(line, shapes, target.shape)
@@ -300,12 +300,12 @@ def _letters(line: Line, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ..
             raise ValueError(
                 f"expected one array of shape {shape}, got {', '.join(map(str, shapes))}"
             )
-        return _Bound({}, (), None)
+        return _Bound({}, (), ())
     taken, arrow, filled = (x.strip() for x in _numbered(line.arrow).partition("->"))
     if not arrow:
         raise ValueError("expected axes before and after ->")
     index, parts = _take(line)
-    whole = (parts, *shape) if parts else shape
+    whole = (*parts, *shape)
     lead = len(parse(taken)) - len(shapes[0]) if len(shapes) > 1 else 0
     letters = [
         {x for group in parse(axes) for x in group if not x.isdigit()} for axes in (taken, filled)
@@ -313,7 +313,7 @@ def _letters(line: Line, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ..
     if letters[0] != letters[1]:
         only = ", ".join(sorted(letters[0] ^ letters[1]))
         raise ValueError(f"{only} is on one end of the arrow alone")
-    sizes = {parse(filled)[0][0]: parts} if parts else {}
+    sizes = {group[0]: n for group, n in zip(parse(filled), parts, strict=False)}
     sizes |= {x: int(x[4:]) for x in letters[0] if re.fullmatch(r"axis\d+", x)}
     for axes, known in ((parse(taken)[lead:], shapes[0]), (parse(filled), whole)):
         if len(axes) == len(known):
@@ -327,7 +327,7 @@ def _letters(line: Line, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ..
     if len(shapes) > 1 and math.prod(stacked) != len(shapes):
         raise ValueError(f"{len(shapes)} arrays do not fill axes of {stacked}")
     bind("the source", (*stacked, *shapes[0]), taken, sizes)
-    return _Bound(sizes, stacked, index if parts else None)
+    return _Bound(sizes, stacked, index)
 
 
 def _numbered(arrow: str) -> str:
@@ -335,13 +335,13 @@ def _numbered(arrow: str) -> str:
     return _NUMBER.sub(r"axis\g<0>", arrow)
 
 
-def _take(line: Line) -> tuple[int, int]:
-    index, slash, parts = line.take.partition("/")
-    if not line.take:
-        return 0, 0
-    if not slash or not index.isdigit() or not parts.isdigit() or int(index) >= int(parts):
-        raise ValueError(f"take must be like 0/3, got {line.take!r}")
-    return int(index), int(parts)
+def _take(line: Line) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the indices and the numbers of the parts to take; () and () for the whole array."""
+    found = [re.fullmatch(r"(\d+)/(\d+)", one) for one in line.take.split()]
+    pairs = [(int(x[1]), int(x[2])) for x in found if x]
+    if len(pairs) < len(found) or any(index >= parts for index, parts in pairs):
+        raise ValueError(f"take must be like 0/3, or 0/3 1/2 for two axes, got {line.take!r}")
+    return tuple(index for index, _ in pairs), tuple(parts for _, parts in pairs)
 
 
 def value(line: Line, names: Sequence[str], source: Tree, target: Array) -> NDArray:
@@ -355,8 +355,8 @@ def value(line: Line, names: Sequence[str], source: Tree, target: Array) -> NDAr
     array = (
         np.stack(arrays).reshape(*found.stacked, *arrays[0].shape) if found.stacked else arrays[0]
     )
-    made: NDArray = rearrange(array, _numbered(line.arrow), **found.sizes)
-    return made if found.part is None else made[found.part]
+    made: NDArray = rearrange(array, _numbered(line.arrow), **found.sizes)[found.part]
+    return made
 
 
 def _dtype(source: str, target: Array, dtype: str | None) -> np.dtype[Any]:

@@ -1,5 +1,6 @@
 """Patterns: array names in which letters in braces stand for the numbers of repeated layers."""
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -127,8 +128,8 @@ def used(
     for line in lines:
         for one in line.sources:
             for name in expand((aliases or {}).get(one, one), names):
-                if line.take and not line.take.startswith("{"):
-                    parts.setdefault(name, set()).add(line.take)
+                if take := " ".join(x for x in line.take.split() if not x.startswith("{")):
+                    parts.setdefault(name, set()).add(take)
                 else:
                     whole.add(name)
     return whole | {n for n, takes in parts.items() if len(takes) == _count(takes)}
@@ -136,5 +137,5 @@ def used(
 
 def _count(takes: Collection[str]) -> int:
     """Returns the number of parts that `takes` such as `0/3` name, here 3; 0 if it is not a number."""
-    count = next(iter(takes)).partition("/")[2]
-    return int(count) if count.isdigit() else 0
+    counts = [one.partition("/")[2] for one in next(iter(takes)).split()]
+    return math.prod(int(count) if count.isdigit() else 0 for count in counts)

@@ -21,7 +21,7 @@ class Line:
       target: name of the target array, or a pattern. sources: names or patterns of the source
         arrays, which are stacked if there are several.
       arrow: einops pattern from source to target; "" copies. take: `0/3` takes the first of three
-        packed parts.
+        packed parts; `0/3 1/2` takes the second of two parts of it.
       fill: "zeros" fills the target with zeros; `sources` is then empty.
       reason: why this source was chosen. confidence: "certain" or "by name"; "" in an edited plan.
     """

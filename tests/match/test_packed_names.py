@@ -139,6 +139,8 @@ def test_experts_state_the_order_of_gate_and_up(is_concatenated: bool, packed: s
     }
     model = torch.nn.ModuleDict({"experts": Experts(is_concatenated)})
     filled = convert.load_into(model, state).state_dict()
+    back = equinox.load_into({name: np.zeros_like(x) for name, x in state.items()}, model)
+    assert all(np.array_equal(x, back[name]) for name, x in state.items())
     rows = np.repeat([1, 2], INNER) if is_concatenated else np.tile([1, 2], INNER)
     np.testing.assert_array_equal(filled["experts.gate_up_proj"][1, :, 0], rows)
     np.testing.assert_array_equal(filled["experts.gate_up_proj_bias"][0], rows)
