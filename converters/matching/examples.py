@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxmha.converters.matching import nearest
 from jaxmha.converters.matching.arrows import Fit, fit
 from jaxmha.converters.matching.layers import ONLY
-from jaxmha.converters.matching.patterns import pattern
+from jaxmha.converters.matching.patterns import LETTERS, pattern
 from jaxmha.converters.matching.plan import UNKNOWN, Line, Question
 from jaxmha.converters.matching.templates import Template
 
@@ -27,10 +27,10 @@ def question(
     return Question(layer_name(target), names, reason, rows)
 
 
-def pattern_of(template: Template, slot: str) -> str:
+def pattern_of(template: Template, slot: str, letters: str = LETTERS) -> str:
     """Returns the pattern of the names in a slot of all layers; the first name if none matches all."""
     names = {r: template.layers[r].slots[slot].name for r in sorted(template.layers)}
-    return pattern(names) or next(iter(names.values()))
+    return pattern(names, letters) or next(iter(names.values()))
 
 
 def layer_name(template: Template) -> str:
@@ -52,22 +52,28 @@ def _line(source: Template | None, target: Template, slot: str) -> Line:
         return Line(name, fill="zeros")
     part = source.first.part_of(slot)
     take = f"{part[0]}/{part[1]}" if part and target.first.part_of(slot) is None else ""
-    if (arrow := _arrow(source, target, slot)).endswith(UNKNOWN):
+    arrow, split = _arrow(source, target, slot)
+    if arrow.endswith(UNKNOWN):
         apart = len(target.counts) == 1 and not source.counts
         take = f"{{i}}/{target.counts[0]}" if apart else take
-    return Line(name, (pattern_of(source, slot),), arrow, take)
+    if split < 0:
+        return Line(name, (pattern_of(source, slot),), arrow, take)
+    letters = LETTERS[:split] + LETTERS[split + 1 :]
+    take = f"{{{LETTERS[split]}}}/{target.counts[split]} {take}".strip()
+    return Line(name, (pattern_of(source, slot, letters),), arrow, take)
 
 
-def _arrow(source: Template, target: Template, slot: str) -> str:
+def _arrow(source: Template, target: Template, slot: str) -> tuple[str, int]:
+    """Returns an arrow, and the "#" of the target whose layers the source stacks (`Fit.split`)."""
     both = source.first.slots.keys() & target.first.slots.keys()
     found = fit(nearest.only(source, both), nearest.only(target, both))
     gates = any(one.first.form.startswith(ONLY) for one in (source, target))
     if found is None and not gates:
         found = fit(nearest.only(source, {slot}), nearest.only(target, {slot}))
     if isinstance(found, Fit):
-        return str(found.arrows[slot])
+        return str(found.arrows[slot]), found.split
     before, after = (one.first.slots[slot].shape for one in (source, target))
     if found is not None and before == after and source.counts == target.counts:
-        return ""  # the axes may be read in several ways: show the simplest, a copy
+        return "", -1  # the axes may be read in several ways: show the simplest, a copy
     stacked = "lm"[: max(0, len(source.counts) - len(target.counts))]
-    return " ".join([*stacked, *(f"a{n}" for n in range(len(before))), "->", UNKNOWN])
+    return " ".join([*stacked, *(f"a{n}" for n in range(len(before))), "->", UNKNOWN]), -1

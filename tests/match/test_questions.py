@@ -227,3 +227,13 @@ def test_kept_arrays_are_asked_about_only_with_candidates() -> None:
     target["lm_head.weight"] = np.zeros((7, F), "f")
     with pytest.raises(ValueError, match=r"open question: lm_head\.weight"):
         equinox.load_into(target, source, missing="keep")
+
+
+def test_the_line_of_a_question_takes_layers_from_one_array() -> None:
+    source = {n: {"kernel": np.full((2, D, F), x, "f")} for n, x in (("alpha", 1), ("beta", 2))}
+    layer = {n: {"kernel": np.zeros((D, F), "f")} for n in ("gamma", "delta")}
+    target = {"layers": [layer, layer]}
+    plan = match(source, target)
+    lines = [q.examples[n][0] for n, q in enumerate(plan.questions)]
+    filled = equinox.load_into(target, source, plan.with_lines(*lines))["layers"][1]
+    assert {float(x["kernel"][0, 0]) for x in filled.values()} == {1, 2}
