@@ -260,7 +260,9 @@ def _keras(model: Any) -> Tree:
         form = "no" if "Transpose" in type(layer).__name__ else ""
         form = "no" if "Depthwise" in type(layer).__name__ else form
         firsts |= {name} if id(layer) in first else set()
-        arrays[name] = Array(name, split(name), tuple(variable.shape), str(variable.dtype), form)
+        of_class = form, name_of(layer) if form else ""
+        shape, dtype = tuple(variable.shape), str(variable.dtype)
+        arrays[name] = Array(name, split(name), shape, dtype, *of_class)
         values[name] = variable
     depends_on = {
         split(_shown(path, live)): needs

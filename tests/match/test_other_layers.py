@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import keras
 import numpy as np
 import pytest
 import torch
@@ -50,8 +51,13 @@ def of_equinox() -> Any:
     return {"up": eqx.nn.ConvTranspose2d(4, 4, 2, key=jax.random.key(0))}
 
 
-@pytest.mark.parametrize("make", [of_nnx, of_equinox])
-def test_transposed_convolutions_of_one_class_are_copied(make: Any) -> None:
+def of_keras() -> Any:
+    layers = (keras.layers.Conv2DTranspose(3, 2), keras.layers.DepthwiseConv2D(2))
+    return keras.Sequential([keras.Input((4, 4, 3)), *layers])
+
+
+@pytest.mark.parametrize("make", [of_nnx, of_equinox, of_keras])
+def test_other_convolutions_of_one_class_are_copied(make: Any) -> None:
     assert not match(make(), make()).questions
 
 
