@@ -10,6 +10,7 @@ from jaxtyping import Int
 
 from jaxmha import checks, explicit_sharding
 from jaxmha.arrays import Array, require_arrays, shown
+from jaxmha.compiled import compiled
 from jaxmha.dims import bind
 from jaxmha.implementations.native.cache_write import as_bits, from_bits
 from jaxmha.integers import (
@@ -41,7 +42,7 @@ COUNTED = ("lengths", "table")  # the arrays of integers
 
 def clipped_counts(lengths: ArrayT) -> ArrayT:
     """Clips lengths to [0, 2**30], so that lengths plus T fit int32; arrays become int32."""
-    return near(lengths).clip(0)  # type: ignore[return-value]
+    return near(lengths, 0)
 
 
 def require_integers(name: str, array: Array) -> None:
@@ -119,8 +120,12 @@ def checked_rows(rows: Array, batch_size: int) -> jax.Array:
     bind("rows", rows.shape, "C", {})
     if is_known(rows):
         reject_outside("rows", rows, batch_size - 1, f"of the B={batch_size} rows of the cache")
-    near_rows = jnp.asarray(near(rows))
-    return jnp.where(near_rows < 0, batch_size, near_rows)
+    return _reaching(jnp.asarray(near(rows)), batch_size)
+
+
+@compiled(1)
+def _reaching(rows: jax.Array, batch_size: int) -> jax.Array:
+    return jnp.where(rows < 0, batch_size, rows)
 
 
 def checked_row(name: str, row: int | Array, batch_size: int) -> int | Array:
@@ -131,7 +136,7 @@ def checked_row(name: str, row: int | Array, batch_size: int) -> int | Array:
         return row
     if not 0 <= int(row) < batch_size:
         raise ValueError(f"{name} must be in [0, {batch_size}), the rows of the cache, got {row}")
-    return int(row)
+    return row
 
 
 def checked_flags(rows: Array, batch_size: int) -> jax.Array:
@@ -146,6 +151,7 @@ def checked_flags(rows: Array, batch_size: int) -> jax.Array:
     return rows
 
 
+@compiled(2)
 def taken(x: Array, rows: Int[jax.Array, "C"], empty: int = 0) -> jax.Array:
     """Returns the given rows of an array of a cache; `empty` for row numbers that it does not have."""
     if not x.shape[0]:  # it has no rows
@@ -184,8 +190,13 @@ def checked_tokens(
     T = sizes["T"]
     if is_known(counts) and isinstance(T, int):
         reject_outside("counts", counts, T, "of the T new tokens of a row")
-    clipped = jnp.minimum(jnp.asarray(clipped_counts(counts)), T)
+    clipped = _at_most(jnp.asarray(clipped_counts(counts)), T)
     return [clipped, *(jnp.asarray(x) for x, _ in new.values())]
+
+
+@compiled(1)
+def _at_most(counts: jax.Array, most: int) -> jax.Array:
+    return jnp.minimum(counts, most)
 
 
 def reject_outside(name: str, values: Array, most: int | None, of: str) -> None:

@@ -177,7 +177,12 @@ def spec_of(x: Array) -> tuple[Names, ...]:
 
 def full_like(x: Array, value: int) -> jax.Array:
     """int32 numbers `value` in the shape of `x`, sharded as `x` on explicit mesh axes."""
-    return jnp.full_like(x, value, np.int32)
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return jnp.full_like(x, value, np.int32)
+    # An explicit transfer, which `jax.transfer_guard` allows.
+    values = np.full(x.shape, value, np.int32)
+    placed: jax.Array = jax.device_put(values, x.sharding if x.committed else None)
+    return placed
 
 
 def like(x: Array, rows: int) -> jax.sharding.NamedSharding | None:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import export
 
 from jaxmha.arrays import Array, conversion_hint, is_rounded, reject_foreign, shown
+from jaxmha.compiled import compiled
 
 # An integer or an array of integers; `near` and `narrow` return anything else unchanged.
 Bound = TypeVar("Bound")
@@ -27,13 +28,13 @@ def library(*arrays: object) -> ModuleType:
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
-def near(bound: Bound) -> Bound:
-    """Clips an integer to +-FAR; an array of integers is also converted to int32."""
+def near(bound: Bound, least: int = -FAR) -> Bound:
+    """Clips an integer to [least, FAR]; an array of integers is also converted to int32."""
     clipped: Any = bound
     if isinstance(bound, int):
-        clipped = max(-FAR, min(bound, FAR))
+        clipped = max(least, min(bound, FAR))
     elif is_integers(bound):
-        clipped = library(bound).clip(narrow(bound), -FAR, FAR)
+        clipped = _clipped(narrow(bound), least, FAR)
     found: Bound = clipped
     return found
 
@@ -50,9 +51,18 @@ def narrow(bound: Bound) -> Bound:
     low, high = max(_LIMITS.min, least), min(_LIMITS.max, most)
     if (low, high) != (least, most):
         # NumPy and JAX give equal results only if the bounds have the dtype of the array.
-        clipped = library(bound).clip(bound, *np.asarray([low, high], bound.dtype))
+        clipped = _clipped(bound, *map(np.dtype(bound.dtype).type, (low, high)))
     found: Bound = clipped.astype(np.int32)
     return found
+
+
+def _clipped(x: Any, low: Any, high: Any) -> Any:
+    return (np.clip if library(x) is np else _clipped_on_device)(x, low, high)
+
+
+@compiled(1, 2)
+def _clipped_on_device(x: jax.Array, low: Any, high: Any) -> jax.Array:
+    return jnp.clip(x, low, high)
 
 
 def comparable(

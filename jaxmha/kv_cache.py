@@ -21,6 +21,7 @@ from jaxmha.cache_arguments import (
     taken,
 )
 from jaxmha.cached_step import Tile
+from jaxmha.compiled import compiled
 from jaxmha.explicit_sharding import full_like, in_auto_axes, specs_of_leaves
 from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
 from jaxmha.implementations.native.replacing import unavailable
@@ -163,9 +164,7 @@ class KVCache(NamedTuple):
         most = FAR if rings else self.slots
 
         def written(*arrays: jax.Array) -> tuple[KVCache, jax.Array]:
-            *stored, keys, values, starts, more = arrays
-            keys, values = with_tokens(stored, [keys, values], starts, more)
-            return KVCache(keys, values, starts + more), starts + more > most
+            return _appended(most, *arrays)
 
         specs = specs_of_leaves((self, self.lengths))
         return in_auto_axes(written, specs, self.key, self.value, keys, values, starts, more)
@@ -198,6 +197,14 @@ class KVCache(NamedTuple):
     def pages(self) -> None:
         """Returns None: the cache has no page table."""
         return
+
+
+@compiled(0)
+def _appended(most: int, *arrays: jax.Array) -> tuple[KVCache, jax.Array]:
+    """`KVCache.append` on checked arrays; `most`: the tokens that a row can have."""
+    *stored, keys, values, starts, more = arrays
+    keys, values = with_tokens(stored, [keys, values], starts, more)
+    return KVCache(keys, values, starts + more), starts + more > most
 
 
 def with_tokens(

@@ -1,7 +1,6 @@
 """`PagedKVCache`: keys and values of a ragged batch in pages of one pool."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ from jaxmha.cache_arguments import (
     taken,
 )
 from jaxmha.cached_step import Tile
+from jaxmha.compiled import compiled
 from jaxmha.explicit_sharding import full_like, in_auto_axes, specs_of_leaves
 from jaxmha.implementations import platforms
 from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
@@ -140,9 +140,7 @@ class PagedKVCache(NamedTuple):
     def free_pages(self) -> Int[Array, ""]:
         """The number of pages that no sequence holds."""
         P = self.key.shape[0]
-        return in_auto_axes(
-            lambda table: (page_table.holders(table, P) == 0).sum(), spec(), _checked(self).table
-        )
+        return in_auto_axes(lambda table: _free_pages(table, P), spec(), _checked(self).table)
 
     def fork(self, source: int | Int[Array, ""], target: int | Int[Array, ""]) -> "PagedKVCache":
         """The row `target` becomes a copy of the row `source`, with which it shares all pages.
@@ -156,16 +154,11 @@ class PagedKVCache(NamedTuple):
         """
         B = self.table.shape[0]
         rows = [checked_row("source", source, B), checked_row("target", target, B)]
-        at = [jnp.asarray(near(row)) for row in rows]
+        at = [near(jax.device_put(np.int32(x)) if isinstance(x, int) else x) for x in rows]
         table, lengths, _ = _checked(self)
-        shared = page_table.truncated(table, lengths, self.page_size)
-
-        def copied(old: jax.Array, new: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-            at = jnp.where((start >= 0) & (start < B) & (end >= 0), end, B)  # B: dropped
-            return old.at[at].set(new[start], mode="drop")
-
+        shared = _truncated(table, lengths, self.page_size)
         table, lengths = (
-            in_auto_axes(copied, specs_of_leaves(old), old, new, *at)
+            in_auto_axes(_copied, specs_of_leaves(old), old, new, *at)
             for old, new in ((table, shared), (lengths, lengths))
         )
         return self._replace(table=table, lengths=lengths)
@@ -183,7 +176,7 @@ class PagedKVCache(NamedTuple):
         """
         table, lengths, sizes = _checked(self)
         at = checked_rows(rows, sizes["B"])
-        held = page_table.truncated(table, lengths, self.page_size)
+        held = _truncated(table, lengths, self.page_size)
         return self._replace(table=taken(held, at, -1), lengths=taken(lengths, at))
 
     def emptied(self) -> "PagedKVCache":
@@ -200,8 +193,8 @@ class PagedKVCache(NamedTuple):
           TypeError: rows are not an array, or an array of the cache is of a wrong dtype.
         """
         table, lengths, sizes = _checked(self)
-        kept = jnp.where(checked_flags(rows, sizes["B"]), 0, lengths)
-        kept_pages = page_table.truncated(table, kept, self.page_size)
+        kept = _emptied(checked_flags(rows, sizes["B"]), lengths)
+        kept_pages = _truncated(table, kept, self.page_size)
         return self._replace(table=kept_pages, lengths=kept)
 
     def rollback(self, lengths: Array) -> "PagedKVCache":
@@ -225,7 +218,7 @@ class PagedKVCache(NamedTuple):
         if is_known(lengths):
             reject_outside("lengths", lengths, None, "the tokens that a row keeps")
         shorter = jnp.minimum(jnp.asarray(clipped_counts(lengths)), old)
-        kept = page_table.truncated(table, shorter, self.page_size)
+        kept = _truncated(table, shorter, self.page_size)
         return self._replace(table=kept, lengths=shorter)
 
     def append(
@@ -251,7 +244,7 @@ class PagedKVCache(NamedTuple):
         tokens = {"key": (key, "B T K H"), "value": (value, "B T K h")}
         more, *new = checked_tokens(sizes, counts, left, **tokens)
         return in_auto_axes(
-            partial(_appended, left=near(left)),
+            lambda *arrays: _appended(near(left), *arrays),
             specs_of_leaves((self, self.lengths)),
             self._replace(table=table, lengths=lengths),
             more,
@@ -302,6 +295,27 @@ class PagedKVCache(NamedTuple):
         return None if scaled else jnp.asarray(self.table)
 
 
+_truncated = compiled(2)(page_table.truncated)
+
+
+@compiled(1)
+def _free_pages(table: jax.Array, pages: int) -> jax.Array:
+    return (page_table.holders(table, pages) == 0).sum()
+
+
+@compiled()
+def _copied(old: jax.Array, new: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+    """`old` with row `end` from row `start` of `new`; `old` if one of them does not exist."""
+    B = old.shape[0]
+    at = jnp.where((start >= 0) & (start < B) & (end >= 0), end, B)  # B: dropped
+    return old.at[at].set(new[start], mode="drop")
+
+
+@compiled()
+def _emptied(rows: jax.Array, lengths: jax.Array) -> jax.Array:
+    return jnp.where(rows, 0, lengths)
+
+
 class _Checked(NamedTuple):
     """Table and lengths as JAX arrays of int32, with lengths >= 0, and the sizes by letter."""
 
@@ -319,8 +333,9 @@ def _checked(cache: PagedKVCache) -> _Checked:
     return _Checked(jnp.asarray(table), jnp.asarray(lengths), sizes)
 
 
+@compiled(0)
 def _appended(
-    cache: PagedKVCache, more: Int[jax.Array, "B"], *new: jax.Array, left: int | None
+    left: int | None, cache: PagedKVCache, more: Int[jax.Array, "B"], *new: jax.Array
 ) -> tuple[PagedKVCache, Bool[jax.Array, "B"]]:
     """`PagedKVCache.append` on checked arrays: writes the first `more` tokens of each row."""
     tokens, lengths = list(new), jnp.asarray(cache.lengths)

@@ -18,6 +18,7 @@ from jaxmha.cache_arguments import (
     clipped_counts,
     taken,
 )
+from jaxmha.compiled import compiled
 from jaxmha.explicit_sharding import full_like, in_auto_axes, specs_of_leaves
 from jaxmha.integers import FAR, require_sizes
 from jaxmha.kv_cache import KVCache, with_tokens
@@ -115,9 +116,7 @@ class LatentCache(NamedTuple):
         most = FAR if rings else self.slots
 
         def written(*arrays: jax.Array) -> tuple[LatentCache, jax.Array]:
-            latents, tokens, starts, more = arrays
-            (found,) = with_tokens([latents[:, None]], [tokens[:, :, None]], starts, more)
-            return LatentCache(found[:, 0], starts + more), starts + more > most
+            return _appended(most, *arrays)
 
         specs = specs_of_leaves((self, self.lengths))
         return in_auto_axes(written, specs, self.latents, tokens, starts, more)
@@ -127,6 +126,15 @@ class LatentCache(NamedTuple):
         only the first L features of the values count."""
         latents = jnp.asarray(self.latents)[:, None]
         return KVCache(latents, latents, self.lengths)
+
+
+@compiled(0)
+def _appended(
+    most: int, latents: jax.Array, tokens: jax.Array, starts: jax.Array, more: jax.Array
+) -> tuple[LatentCache, jax.Array]:
+    """`LatentCache.append` on checked arrays; `most`: the tokens that a row can have."""
+    (found,) = with_tokens([latents[:, None]], [tokens[:, :, None]], starts, more)
+    return LatentCache(found[:, 0], starts + more), starts + more > most
 
 
 LatentT = TypeVar("LatentT", LatentCache, PagedKVCache)
