@@ -16,7 +16,7 @@ import pytest
 import jaxmha
 from jaxmha import Mask
 from jaxmha.implementations import small_query
-from tests import drawn
+from tests import drawn, tolerance
 from tests.drawn import to_jax
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "how_to" / "jax_nn.md"
@@ -341,6 +341,16 @@ def test_softmax_of_float64() -> None:
         gap = np.abs(ours(*heads) - theirs(*heads)).max()
         same(ours(*heads, softmax_dtype=np.float32), theirs(*heads), 1e-6)
     assert 1e-12 < gap < 1e-6
+
+
+def test_linear_transpose() -> None:
+    value = jnp.asarray(V)
+    found = jax.linear_transpose(lambda v: theirs(Q, K, v), value)(value)
+    pulled = jax.vjp(lambda v: ours(Q, K, v), value)[1](value)
+    tolerance.assert_close(found[0], np.asarray(pulled[0]), factor=2)
+    of_ours = jax.linear_transpose(lambda v: ours(Q, K, v, implementation="reference"), value)
+    with pytest.raises(NotImplementedError, match="Transpose rule"):
+        of_ours(value)
 
 
 def test_forward_mode() -> None:
