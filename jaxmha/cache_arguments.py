@@ -98,7 +98,11 @@ def check_shapes(
 def check_lengths(
     parts: Mapping[str, Array | None], axes: Mapping[str, str], left: int | None
 ) -> None:
-    """Raises what `KVCache.validate` documents; also for caches of latents, with axes of their own."""
+    """Raises ValueError if a row has a negative length or more tokens than it can hold, or shapes do
+    not fit `axes`, DENSE or LATENTS; TypeError for a wrong dtype.
+
+    `left`: left bound of the window, as in `KVCache.validate`.
+    """
     sizes: dict[str, int] = {}
     check_dtypes(parts, paged=False)
     check_shapes(parts, axes, sizes)

@@ -16,9 +16,8 @@ from jaxmha.checkpoint.errors import (
     printable,
     shown,
 )
-from jaxmha.checkpoint.inside import open_inside
+from jaxmha.checkpoint.inside import open_folder, open_inside
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.checkpoint.system import Directory
 from jaxmha.converters.discovery import other_configs, part_types
 
 if TYPE_CHECKING:
@@ -91,11 +90,11 @@ def read(path: Path) -> Json:
 def _read(path: Path) -> Json:
     for name in (CONFIG, *OTHERS):
         try:
-            with Directory(path.parent) as folder:
+            with open_folder(path.parent) as folder:
                 source = open_inside(folder, name)
             break
-        except (UnreadableFile, FileNotFoundError, NotADirectoryError) as error:
-            absent = isinstance(error.__cause__ or error, FileNotFoundError | NotADirectoryError)
+        except UnreadableFile as error:
+            absent = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
             if not absent or (path.parent / name).is_symlink():
                 raise
     else:

@@ -1,6 +1,7 @@
 """Model types of transformers 5.23 whose attention is causal, or attends nearby tokens alone.
 
-A type that is missing here attends all tokens. The table was made from the sources of the models; the
+A type that is missing here is not causal; it has a window only where `layer_types` of its
+configuration or `layer_kinds` gives it one. The table was made from the sources of the models; the
 zoo tests compare the mask of every block with that of its model.
 """
 

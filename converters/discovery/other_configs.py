@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Classes of diffusers whose `attention_head_dim` is a head count, or a list with one per stage.
+# Classes of diffusers whose head count, or list with one per stage, is `num_attention_heads`, or else
+# `attention_head_dim`, which is no width in them.
 COUNTED = frozenset((
     "ControlNetModel", "UNet2DConditionModel", "UNetMotionModel", "UNetSpatioTemporalConditionModel",
 ))  # fmt: skip

@@ -51,8 +51,8 @@ _ORDERS = (
     ("query key", "value"),
     ("query key value",),
 )
-# Layers inside a block that come before its projections or after its output, and a regex of the
-# block prefixes that have them ("": any).
+# Layers and arrays of a block that are none of its projections: before them, after the output, or (TinyViT)
+# added to the logits; and a regex of the block prefixes that have them ("": any).
 _FIRST = (
     (frozenset(("sr", "norm")), ""),  # PVT reduces the tokens before keys and values
     (frozenset(("norm",)), r"(^|\.)layers\.\d+\.\d+(\.(fn|branch|fns\.\d+))?$"),  # vit_pytorch
@@ -216,7 +216,7 @@ def _norms(
 
 
 def outside(modules: Collection[str], prefix: str) -> frozenset[str]:
-    """The modules under the prefix of a block that come before its projections or after it.
+    """The modules under the prefix of a block that are no part of its attention, by `_FIRST`.
 
     >>> sorted(outside(["q", "kv", "proj", "sr", "norm"], "blocks.0.attn"))
     ['norm', 'sr']

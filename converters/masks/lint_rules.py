@@ -80,7 +80,9 @@ def given(
     added = array.dtype != np.bool_ and argument.other == "added"
     keep = ~blocked_by(array) if added else (array != 0) == argument.keep
     if not added and is_additive(array):
-        keep = array == 0  # the intended pairs; `_cast` reports, or `import_masks` raises
+        # An additive mask (0 = attend) in a Boolean argument: go on with the pairs that it means.
+        # `_cast` reports it where nonzero numbers are allowed; elsewhere `import_masks` raises.
+        keep = array == 0
     letters: list[str] = []
     shape: list[int] = []
     for group, size in zip(parse(axes.replace("#", "")), array.shape, strict=True):

@@ -225,9 +225,10 @@ def _may_be_table(source: Layer, target: Layer, shape: tuple[int, ...]) -> bool:
 
 
 def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
-    """Adds the axis `s` of packed parts to an arrow; its size, if both pack them in an output axis.
+    """Adds the axis of packed parts (query, key, value) to the einops pattern `arrow`.
 
-    An arrow needs neither if both also pack them in one order.
+    It is the letter `s`, or the number of parts if both arrays pack them in an output axis in opposite
+    orders: `(3 o) i -> (o 3) i`. If both do and the orders agree or one is unknown, the pattern stays.
     """
     both_packed = a.place >= 0 and b.place >= 0 and not a.own and not b.own
     if both_packed and {a.alternates, b.alternates} != {True, False}:

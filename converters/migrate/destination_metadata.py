@@ -144,7 +144,8 @@ def _config(
     facts = facts if named else f"positions, {facts}"
     present = hf_config.file_of(destination.absolute())
     if not present.exists():
-        # No advice to copy it if scales were folded into weights: readers would apply them again.
+        # If scales were folded into weights, advise copying it only where the metadata states the
+        # semantics: other readers would apply the scale of config.json again.
         if named or not plan.fold_scale:
             yield f"no tensor holds {facts}: copy {name} next to the destination{stored}"
     elif hf_config.readable(present) != hf_config.readable(file.path):

@@ -53,7 +53,8 @@ class ComparedBlock(NamedTuple):
       forward: function that computes the output: by the layer object itself, or by jaxmha.
       is_live: True if a layer object computes the output.
       kind: framework of a layer object: "torch", "keras", "linen", "nnx" or "equinox", also for
-        subclasses; "jaxmha.flax" and "jaxmha.equinox" for layers of jaxmha.
+        subclasses; "jaxmha.flax" and "jaxmha.equinox" for layers of jaxmha, and for layers of
+        flax whose `attention_fn` is jaxmha's.
       path: prefix in the file, or path in the model.
     """
 

@@ -51,7 +51,8 @@ class AmbiguousFile(CheckpointError):
 
 
 class ForbiddenContent(CheckpointError):
-    """The file contains code, links, encrypted data or objects, where only arrays are allowed."""
+    """The file contains code, links, encrypted data or objects, where only arrays are allowed, or
+    uses a feature of its format that checkpoints of weights do not need."""
 
 
 class BudgetExceeded(CheckpointError):

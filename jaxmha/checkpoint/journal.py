@@ -52,7 +52,10 @@ def is_shard(target: Path, ending: str, name: str) -> bool:
 def content(
     target: Path, shards: Iterable[Path], losses: Mapping[str, list[Any]] | None = None
 ) -> bytes:
-    """The bytes of a journal that lists these shards and losses."""
+    """The bytes of a journal of these shards.
+
+    `losses`: cast tensor of a finished part -> its digest and `Loss`, as in `Journal`.
+    """
     body = json.dumps({"shards": [path.name for path in shards], "losses": losses or {}}).encode()
     return body + _seal(target, body)
 

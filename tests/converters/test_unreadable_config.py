@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
+from jaxmha.checkpoint.errors import UnreadableFile
 from jaxmha.converters.discovery import hf_config
 from tests.converters.command_line import cli, succeeds
 
@@ -68,3 +69,11 @@ def test_a_file_that_stores_its_head_count_is_no_exception(tmp_path: Path) -> No
     (tmp_path / hf_config.CONFIG).write_text("{")
     done = cli("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "linear")
     assert (done.exit_code, "it may hold settings of attention" in done.stderr) == (2, True)
+
+
+def test_a_folder_that_cannot_be_opened() -> None:
+    """Weights in a folder that may be entered but not listed can be read, its config.json not."""
+    path = Path("x" * 300) / "model.safetensors"  # for root too
+    with pytest.raises(UnreadableFile, match="the folder cannot be opened"):
+        hf_config.read(path)
+    assert hf_config.readable(path) == {}
