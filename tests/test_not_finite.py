@@ -13,6 +13,7 @@ import pytest
 
 import jaxmha
 from jaxmha.implementations import IMPLEMENTATIONS, Request, Result, reference
+from jaxmha.implementations.tiled import attention
 from jaxmha.mask import Mask
 from tests import cases, conformance, tolerance
 from tests.cases import BY_NAME, POISONED, Case
@@ -172,6 +173,42 @@ def test_native_nan_reaches_no_more_than_that_of_the_reference(array: str, kind:
     for name, expected in poisoned_gradients("reference", array, kind).items():
         finite = np.isfinite(expected)
         tolerance.assert_close(found[name][finite], expected[finite], name)
+
+
+ROWS_OUTSIDE: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "cap": {"logits_soft_cap": 2.0},
+    "lengths": {"query_seq_lengths": np.array([2])},
+    "segments": {
+        "mask": Mask.segments(
+            query_ids=np.array([[0, 0, 1, 1, 1]]), key_value_ids=np.array([[0] * 3 + [1] * 4])
+        )
+    },
+}
+
+
+@pytest.mark.slow_variants("cap")
+@pytest.mark.parametrize("kind", ROWS_OUTSIDE)
+def test_rows_outside_carry_no_infinite_key(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that pad a tile, or lie beyond a length, are 0; and 0 * inf is NaN."""
+    monkeypatch.setattr(attention, "SIZES", {"side": 4, "least_rows": 4, "target": 1})
+    rng, T, S = np.random.default_rng(5), 5, 7
+    query, key, value = (np.abs(rng.normal(size=(1, n, 2, 3))).astype("f") for n in (T, S, S))
+
+    @jax.jit
+    def grads_of(*heads: Any) -> Any:
+        def of(implementation: str, *heads: Any) -> Any:
+            options = {"implementation": implementation, **ROWS_OUTSIDE[kind]}
+            return (jaxmha.dot_product_attention(*heads, **options) ** 2).sum()
+
+        return [jax.grad(partial(of, x), (0, 1, 2))(*heads) for x in ("blocked", "reference")]
+
+    for poison in (-np.inf, np.inf, np.nan):
+        key[0, 2] = poison
+        for x, want in zip(*grads_of(query, key, value), strict=True):
+            finite = np.isfinite(want)
+            tolerance.assert_close(x[finite], np.asarray(want)[finite])
+        assert finite.all() or poison != -np.inf
 
 
 @pytest.mark.everyday(kind=["lengths"])

@@ -249,3 +249,12 @@ def pad(
         array=fill(conditions.array, T=2, S=3),
     )
     return filled, fill(bias, T=2, S=3)
+
+
+def without_padded_rows(conditions: Conditions, tiling: Tiling) -> Conditions:
+    """Makes the rows that `pad` added invalid: gradients of keys and values are sums over all rows,
+    and 0, the padded query, times an infinite key is NaN."""
+    padded = tiling.query_tiles * tiling.rows
+    if padded == tiling.T or conditions.rows is not None:  # which `pad` fills with False
+        return conditions
+    return conditions._replace(rows=(jnp.arange(padded, dtype=np.int32) < tiling.T)[None])

@@ -58,10 +58,8 @@ class Shared(NamedTuple):
         `unmasked`: mask conditions allow all pairs of valid rows.
         """
         tiling, config, conditions = self.tiling, self.config, self.conditions
-        # `attention.attend` zeroes queries and outputs of invalid rows, which need a mask only with
-        # a bias or score function: bias, or derivative of the function at 0, may not be finite.
-        rows = None if self.bias is None and self.score_mod is None else conditions.rows
-        conditions = (NO_CONDITIONS if unmasked else conditions)._replace(rows=rows)
+        if unmasked:
+            conditions = NO_CONDITIONS._replace(rows=conditions.rows)
         mask = block_mask.mask_or_bias(conditions, self.bias, position, tiling.G, dtype)
         keep = keep_mask(
             tiling, config.dropout_rate, config.dropout_broadcast, config.whole, self.seed, position
@@ -76,11 +74,15 @@ def _shared(
     traced: Conditions,
     seed: Seed | None,
     score_mod: Mod | None,
+    *,
+    gradient: bool = False,
 ) -> Shared:
     above = traced.above if config.above is None else config.above
     conditions = traced._replace(window=config.window, above=above)
     conditions, bias = block_mask.pad(conditions, bias, tiling)
     schedule = make_schedule(conditions, tiling)
+    if gradient:  # after the schedule, which stays static: no tile has padded rows alone
+        conditions = block_mask.without_padded_rows(conditions, tiling)
     return Shared(tiling, config, conditions, bias, seed, schedule, score_mod)
 
 
@@ -257,7 +259,7 @@ def backward(
 ) -> tuple[Additional, QKVGradients]:
     """Returns gradients of the bias and of the arrays that `score_mod` captures, and gradients of
     query, key and value as tiles. `query`, `cotangents`: from `backward_inputs`."""
-    shared = _shared(tiling, config, bias, traced, seed, score_mod)
+    shared = _shared(tiling, config, bias, traced, seed, score_mod, gradient=True)
     bias = shared.bias
     more = Additional(
         None if bias is None else jnp.zeros_like(bias, query.dtype), _zeros(score_mod, query.dtype)
@@ -315,7 +317,7 @@ def backward_into(
     `query`, `cotangents`: from `backward_inputs`. `key`, `value`: tiles in a stored dtype, from
     which `decode` casts a tile when it is visited.
     """
-    shared = _shared(tiling, config, None, traced, seed, score_mod)
+    shared = _shared(tiling, config, None, traced, seed, score_mod, gradient=True)
     inputs = (query, cotangents), (key, value)
 
     def step(

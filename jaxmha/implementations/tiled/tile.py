@@ -295,6 +295,7 @@ def backward(
         logits, pull = jax.vjp(scores, logits, modifier.mod.floats)
         logits = rounded(logits)
         logits = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+    excluded = logits == -jnp.inf
     whole = row_max is None
     if row_max is None:  # computed here: the forward pass may round logits in another way
         row_max = jnp.maximum(logits.max(-2, keepdims=True), LOWEST[rows.dtype.name])
@@ -321,13 +322,15 @@ def backward(
             d_weights -= sum_of_rows(exps * d_weights) / divisor
         minus_delta /= divisor
     d_bias = exps * (d_weights + minus_delta)
-    if mask_or_bias is not None:  # d_weights of an excluded pair may be NaN, and 0 * NaN is NaN
-        d_bias = jnp.where(exps == 0.0, 0.0, d_bias)
+    if mask_or_bias is not None:  # weights or d_weights of an excluded pair may be NaN
+        d_bias = jnp.where(excluded | (exps == 0.0), 0.0, d_bias)
     floats: Floats = ()
     if pull is not None:
         d_bias, floats = pull(d_bias)
         d_bias = d_bias if allowed is None else jnp.where(allowed, d_bias, 0.0)
-    d_logits = d_bias if tanh is None else d_bias * (1 - tanh * tanh)
+    d_logits = d_bias
+    if tanh is not None:  # NaN in an excluded pair: 0 * NaN is NaN
+        d_logits = jnp.where(d_bias == 0.0, 0.0, d_bias * (1 - tanh * tanh))
     d_logits = d_logits if config.scale == 1.0 else d_logits * config.scale
     d_keys = _weigh(config, d_logits, jnp.swapaxes(rows, -1, -2), SPLIT // 2)
     d_rows = product(keys_transposed, d_logits)
