@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Integer, PRNGKeyArray
 
 from jaxmha import checks, implementations, limits, sharding, traced_scale
 from jaxmha.arrays import Array, DTypeLike, require_arrays
-from jaxmha.attention_options import Options, hashable
+from jaxmha.attention_options import Options, hashable, retraced
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_heads
 from jaxmha.implementations.base import Request, Result, simplified
@@ -227,8 +227,11 @@ def dot_product_attention(
     if score_mod is not None or mask_mod is not None:
         dtype = checks.promoted(query=query, key=key, value=value)
         mods = traced_mods(score_mod, mask_mod, dtype)
+    attention = retraced(
+        _dot_product_attention, returned=returned, implementation=hashable(implementation)
+    )
     with implementations.forward_mode():
-        found: jax.Array | tuple[jax.Array, ...] = _dot_product_attention(
+        found: jax.Array | tuple[jax.Array, ...] = attention(
             query,
             key,
             value,
@@ -240,8 +243,6 @@ def dot_product_attention(
             semantics,
             sinks,
             mods,
-            returned=returned,
-            implementation=hashable(implementation),
         )
     return found
 

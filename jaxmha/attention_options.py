@@ -1,9 +1,11 @@
 """Keyword arguments of `dot_product_attention`: their types, and their values from `Semantics`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypedDict
 
+import jax
 from jaxtyping import Float, Integer, PRNGKeyArray
 
 from jaxmha import implementations
@@ -77,3 +79,15 @@ def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...
     if names:
         implementations.known(names)
     return names
+
+
+def retraced(jitted: Any, **static: Any) -> Callable[..., Any]:
+    """Binds static arguments of a function of `jax.jit`; with a `SupportQuery` as `implementation`,
+    every call traces it again.
+
+    Such a trace belongs to a function of its own: JAX would keep the traces of `jitted`, one for
+    each query, as long as the process lives.
+    """
+    if isinstance(static["implementation"], implementations.SupportQuery):
+        return jax.jit(partial(jitted.__wrapped__, **static))
+    return partial(jitted, **static)

@@ -14,7 +14,7 @@ from jaxmha import bias_kv, checks, sharding
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.attention import attend
 from jaxmha.attention_axes import axes_of
-from jaxmha.attention_options import hashable
+from jaxmha.attention_options import hashable, retraced
 from jaxmha.explicit_sharding import by_types, layer_specs
 from jaxmha.implementations import forward_mode
 from jaxmha.implementations.mods import Mod
@@ -177,8 +177,14 @@ def multi_head_attention(
             return axes.restored(flat[0]), axes.split(flat[1])
         return axes.restored(flat)
     mods = layer_mods(params, (query, key, value), semantics, ModFunctions(score_mod, mask_mod))
+    layer = retraced(
+        _multi_head_attention,
+        is_causal=is_causal,
+        return_weights=checks.weights_kind(return_weights),
+        implementation=hashable(implementation),
+    )
     with forward_mode():
-        found: jax.Array | tuple[jax.Array, jax.Array] = _multi_head_attention(
+        found: jax.Array | tuple[jax.Array, jax.Array] = layer(
             params,
             *distinct(query, key, value),
             bias,
@@ -186,9 +192,6 @@ def multi_head_attention(
             dropout_key,
             semantics,
             mods,
-            is_causal=is_causal,
-            return_weights=checks.weights_kind(return_weights),
-            implementation=hashable(implementation),
         )
     return found
 

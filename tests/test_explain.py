@@ -1,5 +1,6 @@
 """`explain` names the implementation that a device runs by default, and why it runs no other."""
 
+import gc
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask, implementations
-from jaxmha.implementations import UnsupportedError, platforms
+from jaxmha.bench import choice
+from jaxmha.bench.case import Case
+from jaxmha.implementations import SupportQuery, UnsupportedError, platforms
 from tests import conformance
 from tests.cases import shaped
 
@@ -235,3 +238,28 @@ def test_explain_refuses_what_the_call_refuses(name: str) -> None:
     assert str(explained.value).splitlines()[0] == str(called.value).splitlines()[0]
     several: Any = {"blocked"}  # any iterable of names
     assert jaxmha.explain(x, x, x, implementation=several).chosen == "blocked"
+
+
+SMALL: Any = shaped(1, 5, 2, 3, dtype=jnp.float32)
+PROJECTION: Any = jaxmha.Projection(shaped(6, 2, 3, dtype=jnp.float32))
+LAYER = jaxmha.MHAParams(PROJECTION, PROJECTION, PROJECTION)
+EXPLAINED: list[Any] = [
+    lambda: jaxmha.explain(SMALL, SMALL, SMALL, implementation="blocked"),
+    lambda: jaxmha.explain_layer(LAYER, shaped(1, 5, 6, dtype=jnp.float32)),
+    lambda: choice.explain(Case("core", "forward", "plain", 1, 5, 5, 2, 2, 3)),
+]
+
+
+def queries() -> int:
+    gc.collect()
+    return sum(type(x) is SupportQuery for x in gc.get_objects())
+
+
+def test_explanations_leave_no_trace_of_the_call() -> None:
+    """JAX would keep it as long as the process lives, and every call would be slower than the last."""
+    before = queries()
+    for explained in EXPLAINED:
+        assert explained() == explained()
+    assert queries() == before
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(SupportQuery())

@@ -104,11 +104,10 @@ class SupportQuery(tuple[str, ...]):
     """Implementation names for which `attend` reports support; empty: those of the platform.
 
     `attend` sets `reasons` to pairs of a name and the reason why that implementation cannot compute
-    the request (None: it can), and then runs `reference`. Instances compare by identity, so that
-    jit traces the call again for every one. `attend` also sets `call`, the key of the call in saved
-    benchmarks, and `preference`, the implementations that such a benchmark prefers (none if the
-    query has names). Each projection adds to `matmuls` the reason why XLA computes its matmul (None:
-    a native kernel does).
+    the request (None: it can), and then runs `reference`. `attend` also sets `call`, the key of the
+    call in saved benchmarks, and `preference`, the implementations that such a benchmark prefers
+    (none if the query has names). Each projection adds to `matmuls` the reason why XLA computes its
+    matmul (None: a native kernel does).
     """
 
     reasons: list[tuple[str, str | None]]
@@ -125,10 +124,9 @@ class SupportQuery(tuple[str, ...]):
         query.preference = preferences.Preference()
         return query
 
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    # So that jit refuses a query as a static argument: a trace that it keeps sets nothing a second
+    # time, and one for each query would be kept as long as the process lives.
+    __hash__ = None  # type: ignore[assignment]
 
 
 def candidates(
