@@ -17,6 +17,7 @@ import jaxmha
 from jaxmha import Mask
 from jaxmha.implementations import small_query
 from tests import drawn, tolerance
+from tests.cases import shaped
 from tests.drawn import to_jax
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "how_to" / "jax_nn.md"
@@ -357,6 +358,33 @@ def test_forward_mode() -> None:
     assert jax.jvp(lambda q: theirs(q, K, V), (Q,), (Q,))[0].shape == Q.shape
     with pytest.raises(TypeError, match='implementation="reference"'):
         jax.jvp(lambda q: ours(q, K, V, implementation="blocked"), (Q,), (Q,))
+
+
+@pytest.mark.slow  # JAX traces a program to its end before it refuses it
+def test_gradient_of_a_gradient() -> None:
+    heads = shaped(1, 600, 1, 2, dtype=jnp.float32)
+
+    def twice(attend: Callable[..., Any], **options: Any) -> Any:
+        once = jax.grad(lambda q: attend(q, q, q, is_causal=True, **options).sum())
+        return jax.eval_shape(jax.grad(lambda q: once(q).sum()), heads)
+
+    assert twice(theirs) == twice(ours, implementation="reference") == heads
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        twice(ours, implementation="blocked")
+
+
+@pytest.mark.parametrize("configured", [None, "tensorfloat32"])
+def test_precision_of_products(configured: str | None) -> None:
+    def precisions(attend: Callable[..., Any], **options: Any) -> set[str]:
+        program = jax.jit(functools.partial(attend, **options)).lower(Q, K, V).as_text()
+        return set(re.findall(r"precision = \[(\w+)", program))
+
+    with jax.default_matmul_precision(configured):
+        default = precisions(theirs)
+        for name in ("reference", "blocked"):
+            assert precisions(ours, implementation=name, precision="default") == {"DEFAULT"}
+            assert precisions(ours, implementation=name) == (default if configured else {"HIGHEST"})
+    assert default == {"HIGH" if configured else "DEFAULT"}
 
 
 def test_scales_of_several_numbers() -> None:
