@@ -270,6 +270,20 @@ class Gradients(NamedTuple):
     floats: Floats
 
 
+@jax.custom_jvp
+def _clip(logits: Float[jax.Array, "*c s r"], row_max: jax.Array) -> Float[jax.Array, "*c s r"]:
+    """The smaller of both, with the derivative of the logits: that of `minimum` at equal numbers, as
+    of the largest logit, is half of it, and second derivatives would be wrong."""
+    return jnp.minimum(logits, row_max)
+
+
+@_clip.defjvp
+def _clip_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return _clip(*primals), tangents[0]
+
+
 def backward(
     config: Config,
     rows: Float[jax.Array, "*c H r"],
@@ -302,7 +316,7 @@ def backward(
         row_max = jax.lax.stop_gradient(row_max)  # gradients do not depend on it
     else:  # recomputed logits may round above row_max; clipping keeps exps <= 1
         row_max = jnp.swapaxes(row_max, -1, -2)
-        logits = jnp.minimum(logits, row_max)
+        logits = _clip(logits, row_max)
     exps = jnp.exp(logits - row_max)
     if whole:
         row_sum = sum_of_rows(exps)
