@@ -183,6 +183,25 @@ def test_forward_mode_names_the_remedy(argument: str, mode: str, *, jitted: bool
         (jax.jit(run) if jitted else run)(given)
 
 
+def test_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reverse mode names the remedy, forward mode over a gradient works."""
+    monkeypatch.setattr(attention, "SIZES", {"side": 4, "least_rows": 4, "target": 1})
+    x = np.random.default_rng(0).normal(size=(1, 7, 1, 3)).astype("f")
+
+    def of(implementation: str, x: Any) -> Any:
+        options: dict[str, Any] = {"is_causal": True, "implementation": implementation}
+        return (jaxmha.dot_product_attention(x, x, x, **options) ** 2).sum()
+
+    def gradient(implementation: str) -> Any:
+        return jax.grad(partial(of, implementation))
+
+    with pytest.raises(ValueError, match='implementation="reference", or "native" where'):
+        jax.jit(jax.grad(lambda x: gradient("blocked")(x).sum()))(x)
+    found = jax.jit(lambda x: jax.jvp(gradient("blocked"), (x,), (x,))[1])(x)
+    want = jax.jit(lambda x: jax.vjp(gradient("reference"), x)[1](x)[0])(x)
+    tolerance.assert_close(found, np.asarray(want), factor=tolerance.BACKWARD)
+
+
 @pytest.mark.slow_variants("*", "!grad of jvp-query", "!grad of jvp-key", "!vmap-key")
 @pytest.mark.parametrize("argument", ["query", "key", "bias", "lengths", "dropout_key"])
 @pytest.mark.parametrize("how", ["grad of jvp", "grad of hvp", "vmap", "scan"])

@@ -369,7 +369,7 @@ def test_gradient_of_a_gradient() -> None:
         return jax.eval_shape(jax.grad(lambda q: once(q).sum()), heads)
 
     assert twice(theirs) == twice(ours, implementation="reference") == heads
-    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+    with pytest.raises(ValueError, match='needs implementation="reference"'):
         twice(ours, implementation="blocked")
 
 

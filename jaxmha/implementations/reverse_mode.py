@@ -1,8 +1,9 @@
-"""Names the remedy where forward-mode differentiation meets a custom gradient.
+"""Names the remedy where JAX cannot differentiate: a custom gradient in forward mode, and loops with
+traced bounds in reverse mode.
 
-JAX raises its own error when it lowers the program of the tangents, or batches or differentiates
-it: under `jax.jit` no code of ours runs then. So the tangents carry a mark, which raises first. In
-reverse mode the mark is transposed, to the identity, before any of these.
+In forward mode JAX raises its own error when it lowers the program of the tangents, or batches or
+differentiates it: under `jax.jit` no code of ours runs then. So the tangents carry a mark, which
+raises first. In reverse mode the mark is transposed, to the identity, before any of these.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,12 @@ from jaxmha.implementations.base import Request
 REMEDY = (
     "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of attention needs "
     'implementation="reference", or "few_queries" where it supports the call'
+)
+
+ONCE = (
+    "reverse-mode differentiation of a gradient of attention (jax.grad of jax.grad) needs "
+    'implementation="reference", or "native" where it supports the call; forward mode over it '
+    "(jax.jvp of jax.grad) needs neither"
 )
 
 
@@ -108,3 +115,20 @@ def _mark() -> Any:
         *[None] * len(sources),
     )
     return mark
+
+
+@jax.custom_jvp
+def once(x: jax.Array) -> jax.Array:
+    """Returns `x`, the result of a loop that JAX cannot differentiate in reverse mode, and raises
+    ValueError with the remedy if that is tried; forward mode passes."""
+    return x
+
+
+@once.defjvp
+def _once_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    linear: Any = jax.custom_derivatives.linear_call
+    return primals[0], linear(lambda _, x: x, _raise_once, (), tangents[0])
+
+
+def _raise_once(*_: Any) -> NoReturn:
+    raise ValueError(ONCE)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from jaxmha.arrays import Array
+from jaxmha.implementations.reverse_mode import once
 from jaxmha.implementations.tiled import attended
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions
 from jaxmha.implementations.tiled.layout import Carry, Index
@@ -164,4 +165,5 @@ def visit_all(
         carry = jax.lax.fori_loop(
             unmasked, needed, lambda k, carry: visit(order[k], False, carry), carry
         )
-    return carry
+    # With traced bounds these loops are `while`, which reverse mode does not differentiate.
+    return jax.tree.map(once, carry)  # type: ignore[no-any-return]
