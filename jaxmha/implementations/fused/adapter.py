@@ -1,7 +1,8 @@
 """Adapter from requests to the inputs of fused kernels, and from kernel outputs to results.
 
-Kernels may return anything in rows without keys, and let NaN in unattended positions reach other
-rows. The adapter masks those rows and zeroes those positions; each kernel's module pads sizes.
+Kernels may return anything in fully masked rows, and let NaN in unattended keys and values reach
+attended rows. `attend` masks such rows and zeroes such keys and values, unless the kernel is known
+to need neither. Each kernel's module pads sizes itself.
 """
 
 from collections.abc import Callable, Hashable
@@ -26,19 +27,23 @@ SEGMENTS = ("query_segments", "key_value_segments", "packed_ends")
 
 
 class KernelInputs(NamedTuple):
-    """A request with its mask as lengths, diagonals and padding, as kernels take it. Unattended
-    keys and values that would affect results are zero; so are fully masked queries if a gradient is
-    computed.
+    """A request with its mask as lengths, diagonals and padding, as kernels take it.
+
+    Unattended keys and values are zero if they would affect results. Fully masked queries are zero
+    if a gradient is computed, unless lengths express the mask and such queries do not affect the
+    kernel's gradients.
 
     Attributes:
       query, key, value: of one dtype.
-      bias: each axis of full size or 1.
-      conditions: `rows` is None, since the adapter itself masks invalid rows; `keys` are the valid
-        keys by padding and length if the mask has key padding, else None.
-      query_lengths, key_lengths: numbers of valid queries and keys, clipped to [0, T] and [0, S];
-        None: all.
-      left: `j >= i - left`; above: `j <= i + above`; None: no bound, or one that masks nothing.
-      scale: factor of the logits.
+      bias: each axis of full size or 1; -inf excludes a pair.
+      conditions: the whole mask, except that `rows` is None, since `attend` masks these rows or
+        `query_lengths` has them, and that `keys` is None without key padding, since `key_lengths`
+        has them. With key padding, `keys` is True for keys valid by padding and length.
+      query_lengths: numbers of valid queries, clipped to [0, T]; None: no lengths.
+      key_lengths: numbers of valid keys, clipped to [0, S]; None: no lengths, or `conditions.keys`
+        has them.
+      left, above: static bounds `i - left <= j <= i + above`; None: no bound, or it masks nothing.
+      scale: the factor of the products of queries and keys.
     """
 
     query: Float[jax.Array, "B T N H"]
@@ -54,8 +59,9 @@ class KernelInputs(NamedTuple):
 
 
 def unsupported(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | None:
-    """The reason why no fused kernel computes a request, in a message about the kernel `name`, or
-    None. The limits of one kernel are in its own `unsupported_reason`."""
+    """The reason why the kernel called `name`, which takes `dtypes`, cannot compute a request, by
+    the limits that cuDNN, tokamax and splash attention share; None: the request is within these.
+    Further limits are in the `unsupported_reason` of each kernel."""
     dtype = request.query.dtype
     if dtype.name not in dtypes:
         return f"{name} takes {' and '.join(dtypes)}, got {dtype.name}"
@@ -77,7 +83,8 @@ def unsupported(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str 
 
 
 def is_dense(request: Request) -> bool:
-    """True if there is a bias, or a dense mask that padding of rows or keys cannot express."""
+    """True if the request has a bias or a dense mask. Dense masks of keys alone or of queries alone
+    have become padding before (`base.simplified`)."""
     return request.bias is not None or request.mask.array is not None
 
 
@@ -91,20 +98,22 @@ def attend(
     beyond_lengths: Leaks = EVERYTHING_LEAKS,
     leaks: Leaks = EVERYTHING_LEAKS,
 ) -> Result:
-    """Computes the request with a kernel: `run` returns the output and, if requested, the lse.
+    """Computes the request with a kernel.
 
-    `run` may return any value in fully masked rows, but its gradient must not be NaN.
-
-    `leaks`: the unattended keys and values that affect the results of the kernel. They are zeroed,
-    or zeroed only in gradients if they affect only these.
-
-    `beyond_lengths`: takes the place of `leaks` if lengths (and static bounds) express the mask. If
-    its `output` is below 2, `run` must return 0 in fully masked rows of such a mask, which are not
-    masked once more.
+    Args:
+      request: has passed `unsupported` and the `unsupported_reason` of the kernel.
+      run: returns output and lse (None if not requested). It may return any values in fully masked
+        rows, but its gradients must not be NaN where the cotangents of these rows are 0.
+      beyond_lengths: replaces `leaks`, if its `output` is below 2, for masks made of lengths with
+        static bounds, or of key padding with lengths and without bounds. The output of `run` must
+        then be 0 in fully masked rows, which are not masked once more.
+      leaks: the unattended keys and values that affect the results of the kernel. They are zeroed,
+        or zeroed only if a gradient is computed, if they affect only gradients.
     """
     (B, T, N, _), (_, S, K, _) = request.query.shape, request.value.shape
     if is_dense(request):
-        # The barrier keeps XLA from reducing a constant mask at compile time, in half a minute.
+        # The barrier keeps XLA from reducing a constant bias or mask at compile time, which took
+        # half a minute.
         bias, array = jax.lax.optimization_barrier((request.bias, request.mask.array))  # type: ignore[no-untyped-call]
         request = request._replace(bias=bias, mask=replace(request.mask, array=array))
     mask = request.mask
@@ -150,8 +159,11 @@ def attend(
 def _zeroed(
     x: Float[jax.Array, "B S K _"], valid: Bool[jax.Array, "#B #S #K 1"], leaks: Leaks, least: int
 ) -> jax.Array:
-    """Zeroes unattended keys (`least` 2) or values (`least` 1) `x`: always if `leaks.output` is at
-    least `least`, only where a gradient is computed if `leaks.gradients` is, else never."""
+    """Zeroes keys or values `x` where `valid` (attended) is False, if they leak; if they leak only
+    into gradients, only when a gradient is computed.
+
+    `least`: the level in `leaks` from which they leak, 1 for values and 2 for keys.
+    """
     if leaks.output >= least:
         return jnp.where(valid, x, 0)
     return _zeroed_in_gradients(x, valid) if leaks.gradients >= least else x
@@ -161,8 +173,8 @@ def _zeroed(
 def _zeroed_in_gradients(
     x: Float[jax.Array, "B T N H"], valid: Bool[jax.Array, "#B #T #N 1"]
 ) -> jax.Array:
-    """Returns `x`; if a gradient is computed, with 0 at positions outside `valid`: NaN in them
-    would reach the gradients, but not the outputs, of other positions."""
+    """Returns `x`. If a gradient is computed, `x` and its gradient are 0 where `valid` is False:
+    NaN there would reach the gradients of other positions, though not their outputs."""
     del valid
     return x
 
@@ -174,7 +186,8 @@ _zeroed_in_gradients.defvjp(
 
 
 def diagonals(mask: Mask, T: int, S: int) -> tuple[int | None, int | None]:
-    """Static bounds `i - left <= j <= i + above` of a mask; None: no bound, or it masks nothing."""
+    """Left and above: the static bounds `i - left <= j <= i + above` of a mask over T queries and S
+    keys, by its window and a static causal offset. None: no such bound, or it masks nothing."""
     left, above = mask.window_size or (None, None)
     if isinstance(mask.causal_offset, int):
         above = mask.causal_offset if above is None else min(above, mask.causal_offset)
@@ -194,7 +207,7 @@ def _lengths(
 
 
 def fill(x: jax.Array, axis: int, size: int, *, front: bool = False) -> jax.Array:
-    """Zero-pads an axis at its end (or front) to `size`."""
+    """Pads an axis with zeros to `size`, at its end or, if `front` is set, in front."""
     missing = size - x.shape[axis]
     if not missing:
         return x
@@ -203,7 +216,8 @@ def fill(x: jax.Array, axis: int, size: int, *, front: bool = False) -> jax.Arra
     return jnp.pad(x, widths)
 
 
-# Lengths of queries and keys, or segment ids of both, whichever the kernel takes; None: neither.
+# Lengths of queries and keys (`B` and `B`), or segment ids of both (`b T` and `b S`), whichever a
+# kernel takes; None: the call has neither.
 Others: TypeAlias = tuple[jax.Array, jax.Array] | None
 
 
@@ -211,14 +225,14 @@ class Kernel(NamedTuple):
     """A kernel with its static configuration; hashable.
 
     Attributes:
-      out: `(settings, query, key, value, bias, others) -> out`, with a gradient for the arrays. It
-        must accept the keys in place of the values, by which `_backward` computes the gradient of
-        lse.
-      out_and_lse: takes the same arguments and returns (out, lse).
-      has_gradient: whether `out_and_lse` has a gradient, which ignores the cotangent of lse; if
-        not, the gradient of the output is that of `out`.
-      scale: factor of the logits.
-      settings: the static configuration of the kernel.
+      out: `(settings, query, key, value, bias, others) -> out`, with gradients of query, key, value
+        and bias. It also takes keys in place of values: that gives the gradient of lse.
+      out_and_lse: takes the same arguments and returns output and lse.
+      has_gradient: True if `out_and_lse` has gradients, which ignore the cotangent of lse; False:
+        the gradients of `out` are used.
+      scale: the factor by which the kernel multiplies products of queries and keys; 1 if the caller
+        has scaled the queries.
+      settings: the first argument of `out` and `out_and_lse`.
     """
 
     out: Callable[..., jax.Array]
@@ -238,7 +252,7 @@ def call(
     *,
     lse: bool,
 ) -> OutAndLse:
-    """Returns the output and, if `lse` is set, a differentiable lse, else None."""
+    """Runs a kernel: returns output and lse (None if `lse` is False), both differentiable."""
     if lse:
         return out_and_lse(kernel, query, key, value, bias, others)
     return kernel.out(kernel.settings, query, key, value, bias, others), None
@@ -253,7 +267,8 @@ def out_and_lse(
     bias: Float[jax.Array, "b n t s"] | None,
     others: Others,
 ) -> tuple[Float[jax.Array, "B T N h"], Float[jax.Array, "B N T"]]:
-    """Output and differentiable lse of a kernel whose own lse has no gradient."""
+    """Output and lse of a kernel. The gradients of both are right for query, key and value, though
+    those of the kernel ignore lse; the gradient of the bias ignores it here too."""
     return kernel.out_and_lse(kernel.settings, query, key, value, bias, others)
 
 
@@ -283,11 +298,12 @@ def _forward(
 def _backward(
     kernel: Kernel, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None]:
-    """Gradients of output and lse; those of lse by the same kernel with keys in place of values.
+    """Gradients of query, key, value and bias from the cotangents of output and lse.
 
-    d lse_i / d query_i is `scale` times row i of attention over the keys as values, and
-    d lse_i / d key_j is `scale` times weight (i, j) times query_i: the gradient of the values with
-    the queries as output cotangent.
+    The kernel with keys in place of values gives the part of lse: d lse_i / d query_i is `scale`
+    times row i of its output, and d lse_i / d key_j is `scale` times weight (i, j) times query_i,
+    the gradient of its values with the queries as cotangent of its output. The gradient of the bias
+    lacks this part, so that kernels decline a bias with lse.
     """
     pull, (query, key, _, bias), others = saved
     d_out, d_lse = cotangents
