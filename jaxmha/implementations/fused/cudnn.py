@@ -1,4 +1,4 @@
-"""cuDNN's fused attention: NVIDIA GPUs, half precision, through JAX."""
+"""cuDNN's fused attention in bfloat16 and float16 on NVIDIA GPUs, called through JAX."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,18 +28,20 @@ from jaxmha.implementations.fused.adapter import (
 from jaxmha.implementations.fused.cudnn_chunk import Chunk
 from jaxmha.implementations.fused.cudnn_kernel import EXCLUDED, Settings
 
-# Unequal features (H, h) that cuDNN takes without padding from Hopper on, as in latent attention.
+# Unequal features (H, h) of query and value heads, as in latent attention, that need no padding to
+# one size on Hopper and later GPUs with cuDNN 9.10 or later.
 UNEQUAL = ((192, 128),)
-# Up to this many queries, the query heads of a group become rows of their key head (`_grouped`). On
-# an H100 that takes 0.57 of the time without it for 2 to 16 queries over 8192 keys, 0.86 for 64,
-# and 1.23 for 127 (N = 64, K = 8).
+# With 2 to FEW_QUERIES queries, without bounds, bias and dense mask, the query heads of a group
+# become rows of their key head (`_grouped`). On an H100 that takes 0.57 of the time without it for
+# 2 to 16 queries over 8192 keys, 0.86 for 64, and 1.23 for 127 (N = 64, K = 8).
 FEW_QUERIES = 64
-# In a bias, masked pairs get EXCLUDED, and finite entries are clipped to at least LOWEST. cuDNN
-# computes in base 2: in a row whose entries are all the lowest bfloat16, float32 overflows and the
-# output is wrong (by 0.12 of the largest value on an H100, cuDNN 9.19).
+# Finite entries of a bias are clipped to at least LOWEST, which is far above EXCLUDED, the entry of
+# excluded pairs. cuDNN computes in base 2: in a row whose entries are all the lowest bfloat16,
+# float32 overflows and the output is wrong (by 0.12 of the largest value on an H100, cuDNN 9.19).
 LOWEST = -(2.0**40)
-# One more feature, +-BARRIER in queries, -BARRIER in masked keys and 0 in others, excludes masked
-# keys: it adds -abs(scale) * BARRIER**2 to their logits. BARRIER fits float16.
+# Under key padding with bounds, one more feature excludes invalid keys: it is BARRIER in queries
+# (-BARRIER if the scale is not positive), -BARRIER in invalid keys and 0 in valid ones, and so adds
+# -abs(scale) * BARRIER**2 to the logits of invalid keys. BARRIER fits float16.
 BARRIER = 2.0**15
 
 
@@ -75,7 +77,7 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def _packed_reason(request: Request) -> str | None:
-    """The reason why cuDNN cannot compute packed sequences; None: it can."""
+    """The reason why cuDNN cannot compute a request whose mask has segments; None: it can."""
     mask, (B, T, N, H) = request.mask, request.query.shape
     capability = platforms.current().capability
     given = replace(mask, **dict.fromkeys(SEGMENTS), causal_offset=None, window_size=None)
@@ -103,7 +105,7 @@ def _most_features() -> int:
 
 
 def _takes_unequal_heads(H: int, h: int) -> bool:
-    """True if values need not be padded to the features of keys."""
+    """True if H and h differ and cuDNN takes them so, without padding. False if H = h."""
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     capability = platforms.current().capability
@@ -113,7 +115,8 @@ def _takes_unequal_heads(H: int, h: int) -> bool:
 
 
 def _has_barrier(H: int, scale: float) -> bool:
-    """True if an extra feature (`BARRIER`) can exclude padded keys; else they need a bias."""
+    """True if one more feature of BARRIER can exclude padded keys: H + 1 features are possible, and
+    it lowers logits by at least 2**14. Otherwise a bias must exclude them."""
     return _most_features() > H and abs(scale) * BARRIER**2 >= 2.0**14
 
 
@@ -132,8 +135,8 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
     """Computes the request in its own dtype; softmax and sums are float32.
 
     `leaks`: which keys and values beyond the lengths affect the results in this release of cuDNN.
-    `in_place`: whether valid keys between padded ones are read in place, not copied to the front;
-    None: if `cudnn_padding` supports the request and its probe succeeds.
+    `in_place`: True to read the valid keys of key padding without bounds in place, False to copy
+    them to the front. None: True if `_leaks_in_place` returns leaks, which then replace `leaks`.
     """
     ends = request.mask.packed_ends
     if ends is not None:
@@ -147,21 +150,22 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
         leaks_in_place = _leaks_in_place(request)
         in_place = leaks_in_place is not None
         leaks = leaks if leaks_in_place is None else leaks_in_place
-    # The gradient of lse calls the kernel with keys in place of values: if NaN in values reaches
-    # gradients, NaN in keys does too.
+    # The gradient of lse calls the kernel with keys in place of values, so that if NaN in values
+    # reaches gradients, NaN in keys does too.
     if request.return_lse and leaks.gradients:
         leaks = leaks._replace(gradients=EVERYTHING_LEAKS.gradients)
     run = partial(_run, lse=request.return_lse, in_place=in_place)
-    # `leaks` holds only where lengths express the mask. With other masks, all unattended keys and
-    # values are zeroed: these masks become a bias, and NaN plus a bias is NaN.
+    # `leaks` holds only where lengths exclude keys. A bias or BARRIER may exclude them elsewhere,
+    # and NaN plus either is NaN, so that all unattended keys and values are zeroed there.
     return adapter.attend(request, run, beyond_lengths=leaks)
 
 
 def _leaks_in_place(request: Request) -> Leaks | None:
-    """The invalid keys and values that reach gradients if the kernel reads valid keys in place.
+    """The leaks of the kernel that reads valid keys in place, none of which affect the output.
 
-    None, so that valid keys are copied: the kernel cannot compute the request, does not work here,
-    or lets invalid keys or values affect the output.
+    They are those that its probe found, or `Leaks()` without a device to probe. Returns None, so
+    that valid keys are copied to the front, if the kernel cannot compute the request, fails its
+    probe, or lets invalid keys or values affect the output.
     """
     if cudnn_padding.unsupported_reason(request):
         return None
@@ -175,7 +179,8 @@ def _leaks_in_place(request: Request) -> Leaks | None:
 
 
 def _run(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
-    """Computes a call with any causal offset `above`; cuDNN itself takes only 0."""
+    """Output and lse (None if `lse` is False) of a call with any bound `above`, although cuDNN's
+    causal mask has the offset 0. `in_place`: as in `attend`, not None."""
     above, left = inputs.above, inputs.left
     (T, N), K = inputs.query.shape[1:3], inputs.key.shape[2]
     if above is left is None and 1 < T <= FEW_QUERIES and K < N and not _dense(inputs):
@@ -191,13 +196,15 @@ def _run(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
 
 
 def _shifted(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
-    """Shifts the queries by `above` rows, so that the causal mask is aligned top-left."""
+    """Computes a call whose `above` is not 0 as one with `above` = 0: pads `above` queries in front
+    if it is positive, else drops the first -`above` queries, which attend no key."""
     above, left = inputs.above, inputs.left
     assert above is not None
     query, lengths = inputs.query, inputs.query_lengths
     (B, T, N, _), h = query.shape, inputs.value.shape[3]
     left = None if left is None else left + above
-    if T + above <= 0 or (left is not None and left < 0):  # every row is fully masked
+    # Every row is fully masked: `adapter.attend` replaces the lse of such rows by -inf.
+    if T + above <= 0 or (left is not None and left < 0):
         return jnp.zeros((B, T, N, h), query.dtype), jnp.zeros((B, N, T), np.float32)
     bias = inputs.bias
     conditions = inputs.conditions
@@ -237,7 +244,8 @@ def _out_and_lse(inputs: KernelInputs) -> OutAndLse:
 
 
 def _grouped(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
-    """Computes the G query heads of a group as one head of T * G queries: they attend the same keys.
+    """Computes the G query heads of each key head as one head of T * G queries, which is right
+    since without bounds all queries attend the same keys.
 
     With few queries, separate heads would fill only a part of a tile each, and read all keys again.
     """
@@ -255,7 +263,8 @@ def _grouped(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
 
 
 def _top_left(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
-    """Calls the kernel with sizes and lengths that cuDNN takes; `above` is 0 or None."""
+    """Computes a call whose `above` is 0 or None: changes keys, lengths, key padding and features
+    to such as cuDNN takes, and drops the features that it has added from the output."""
     query, key, value, _, _, query_lengths, key_lengths, left, above, scale = inputs
     (B, T, _, _), (_, S, _, h) = query.shape, value.shape
     dense = _dense(inputs)
@@ -302,8 +311,9 @@ def _nonempty(
     causal: bool,
     left: int | None,
 ) -> tuple[Int32[jax.Array, "B"], Int32[jax.Array, "B"]]:
-    """Shortens the lengths until every query attends a key and every key is attended: cuDNN's
-    output is undefined in rows without keys, and 0 in rows beyond the length."""
+    """Lengths of queries and keys, shortened until every query within them attends a key and every
+    key within them is attended: cuDNN's output is undefined in rows without keys, but 0 beyond the
+    length. `queries`, `keys`: the lengths before, or None: T or S. `sizes`: B, T and S."""
     B, T, S = sizes
     queries = jnp.full(B, T, np.int32) if queries is None else queries
     if keys is None:
@@ -323,7 +333,8 @@ def _barrier(
     valid: Bool[jax.Array, "#B S"],
     scale: float,
 ) -> tuple[Float[jax.Array, "B T N H1"], Float[jax.Array, "B S K H1"]]:
-    """Appends a feature that pushes the logits of padded keys far below all others."""
+    """Appends to queries and keys a feature that adds -abs(scale) * BARRIER**2 to the logits of
+    keys where `valid` is False, and 0 to all others."""
     ones = jnp.full((*query.shape[:3], 1), BARRIER if scale > 0 else -BARRIER, query.dtype)
     heights = jnp.where(valid, 0, -BARRIER).astype(key.dtype)[..., None, None]
     heights = jnp.broadcast_to(heights, (*key.shape[:3], 1))
@@ -331,7 +342,8 @@ def _barrier(
 
 
 def _dense(inputs: KernelInputs) -> bool:
-    """True if cuDNN gets a bias: a given one, or one that excludes masked pairs."""
+    """True if cuDNN gets a bias: that of the request, or one for a dense mask, or one for key
+    padding with bounds where no feature of BARRIER is possible."""
     bounded = (inputs.left, inputs.above) != (None, None)
     excludes = inputs.conditions.keys is not None and bounded
     return (
@@ -342,13 +354,15 @@ def _dense(inputs: KernelInputs) -> bool:
 
 
 def _added(inputs: KernelInputs) -> Float[jax.Array, "b n T S"]:
-    """The bias with EXCLUDED in masked pairs, as `b n T S`: cuDNN broadcasts only b and n."""
+    """The bias (zeros if there is none), at least LOWEST, but EXCLUDED where it is -inf and in
+    pairs that dense mask or key padding mask. cuDNN masks by lengths and bounds itself. The result
+    has full axes T and S, since cuDNN broadcasts only b and n."""
     (_, T, _, _), (_, S, _, _) = inputs.query.shape, inputs.key.shape
     array, valid = inputs.conditions.array, inputs.conditions.keys
     added = jnp.zeros((1, 1, 1, 1), inputs.query.dtype)
     if inputs.bias is not None:
         added = inputs.bias.astype(np.float32)
-        # Clipped entries have the value LOWEST, but still the gradient 1.
+        # Clipped entries have the value LOWEST and still the gradient 1.
         held = added - jax.lax.stop_gradient(added) + LOWEST
         finite = added != -jnp.inf
         added = jnp.where(added < LOWEST, jnp.where(finite, held, EXCLUDED), added)
