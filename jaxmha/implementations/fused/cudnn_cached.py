@@ -2,9 +2,9 @@
 
 Tokens of one step are causal among themselves, but cuDNN aligns its causal mask at the first key.
 So this module only computes attention of queries that all attend the same keys. JAX's private
-`paged_attention` accepts only a pool of exactly B * M pages, so this module calls the function that
-it wraps, which accepts any pool. A probe decides whether the results are right on this machine. The
-calls fit the signatures of JAX 0.10 to 0.12.
+`paged_attention` accepts only a pool of exactly B * M pages (M per sequence), so this module calls
+the function that it wraps, which accepts any pool. If a GPU is present, a probe decides whether the
+results are right on it. The calls fit the signatures of JAX 0.10 to 0.12.
 """
 
 import inspect
@@ -28,7 +28,10 @@ OutAndLse: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 
 class Stored(NamedTuple):
-    """Keys and values of a cache: `B K S _`, or pages `P K page _` that a table `B M` lists."""
+    """Keys and values of a cache, `B K S _`, or with a `table` a pool of P pages, `P K page _`.
+
+    Row b of the table lists the M pages of sequence b, with -1 for pages that it does not have.
+    """
 
     keys: Float[jax.Array, "P K s H"]
     values: Float[jax.Array, "P K s H"]
@@ -36,7 +39,7 @@ class Stored(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """S, the number of slots of a sequence."""
+        """S, the number of tokens that a sequence has room for."""
         size = self.keys.shape[2]
         return size if self.table is None else size * self.table.shape[1]
 
@@ -58,7 +61,8 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def failure(request: Request, *, paged: bool) -> str | None:
-    """The reason why the kernel cannot compute a request here, or None."""
+    """The reason why cuDNN cannot compute a request here without a copy of the cache; None: it can.
+    If a GPU is present, the kernel for this cache (`paged`: of pages) is probed."""
     reason = unsupported_reason(request)
     if reason is not None:
         return reason
@@ -77,8 +81,8 @@ def out(
     lengths: Int[jax.Array, "B"],
     scale: float,
 ) -> Float[jax.Array, "B 1 N H"]:
-    """The output of one query per sequence over the first `lengths` tokens. Entries of -1 in the
-    table are not read."""
+    """The output of one query per sequence over the first `lengths` tokens; undefined for length 0.
+    Table entries of -1, all beyond the lengths, stand for page 0, whose slots are masked there."""
     queries, keys = (
         jnp.ones(query.shape[0], np.int32),
         lengths.clip(0, stored.slots).astype(np.int32),
@@ -93,10 +97,10 @@ def rows(
     lengths: Int[jax.Array, "B"],
     scale: float,
 ) -> tuple[Float[jax.Array, "B K r H"], Float[jax.Array, "B K r"]]:
-    """Output and log-sum-exp of T queries over the first `lengths` tokens, r = N / K * T.
+    """Output and log-sum-exp of T queries over the first `lengths` tokens: 0 and -inf for length 0.
 
-    The query heads of a group are rows of their key head, so that each key is read once instead of
-    N / K times.
+    The N / K query heads of a group become r = N / K * T rows of their key head, in the order of
+    heads, then queries, so that each key is read once instead of N / K times.
     """
     (B, T, N, H), K = query.shape, stored.keys.shape[1]
     r = N // K * T
@@ -183,15 +187,19 @@ def attend(
     paged: bool = False,
     one: Callable[..., jax.Array] = out,
 ) -> Result:
-    """Computes a test case of the probe with its keys and values in a cache. The gradient is that
-    of `reference`, so that the probe judges the output alone. `one`: the kernel for one query."""
+    """Computes a test case of the probe with its keys and values in a cache, of pages if `paged`.
+
+    Gradients are those of `reference`, so that the probe judges output and log-sum-exp alone.
+    `leaks`: if its `output` is not 0, slots beyond the lengths are zeroed. `one`: the kernel for
+    cases without log-sum-exp, which have one query; `rows` computes the others.
+    """
     lengths = jnp.asarray(request.mask.key_value_lengths)
     (B, T, N, _), h = request.query.shape, request.value.shape[3]
 
     def stored(*heads: jax.Array) -> Stored:
-        # If NaN beyond the lengths reaches the output, the probe tries once more with zeros there.
-        # In other calls nothing zeroes them for cuDNN, so `failure` declines it then; for the TPU's
-        # kernel the cache has written zeros.
+        # If NaN beyond the lengths reaches the output, the probe tries the case again with zeros
+        # there. In users' calls nothing zeroes these slots for cuDNN, so that `failure` declines it
+        # then; for the TPU's kernel, the cache has written zeros into them.
         if leaks.output:
             beyond = jnp.arange(heads[0].shape[1])[None] >= lengths[:, None]
             heads = tuple(jnp.where(beyond[..., None, None], 0, x) for x in heads)
@@ -231,8 +239,8 @@ def _with_gradient_of(
 
 
 def _table(B: int, S: int) -> jax.Array:
-    """The page table of the probe: sequences use the pages in reverse order, but not page 0, so
-    that a kernel that does not follow the table fails."""
+    """The page table of the probe for S tokens: the first entry is the last page, and so on down to
+    page 1, so that a kernel that does not follow the table fails."""
     M = -(-S // PROBE_PAGE)
     return jnp.arange(B * M, 0, -1, dtype=np.int32).reshape(B, M)
 
@@ -240,7 +248,7 @@ def _table(B: int, S: int) -> jax.Array:
 def _in_pages(x: Float[jax.Array, "B S K H"]) -> Float[jax.Array, "P K page H"]:
     """Keys or values of the probe as a pool of pages, in the order of `_table`.
 
-    The first page belongs to no sequence and holds NaN, so that the probe finds reads of it.
+    Page 0 belongs to no sequence and holds NaN, so that results show if a kernel has read it.
     """
     B, S, K, H = x.shape
     M = -(-S // PROBE_PAGE)

@@ -1,6 +1,8 @@
-"""A chunk of queries that also attend the keys of earlier tokens, as two calls: one over the
-earlier keys, one causal over the chunk's own. cuDNN aligns its causal mask at the first key, so a
-single call would need a row of padding for every earlier key.
+"""Causal attention of a chunk of queries that follow earlier tokens, by two calls of cuDNN.
+
+One call is over the earlier keys, which all queries attend, and one is causal over the chunk's own
+keys. cuDNN aligns its causal mask at the first key, so that a single call would need a row of
+padding for every earlier key.
 
 On an H100 the two calls take 0.11 of the time of the single one for 16 queries behind 8176 keys,
 and 0.27 for 1024 behind 7168 (B = 2, N = 32, K = 8, H = 128, bfloat16).
@@ -19,18 +21,18 @@ from jaxmha.implementations.fused.adapter import KernelInputs, OutAndLse
 from jaxmha.implementations.online_softmax import State
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS
 
-# Numbers of valid queries and keys; None: all.
+# Numbers of valid queries and of valid keys of each sequence; None: all are valid.
 Lengths: TypeAlias = tuple[Int32[jax.Array, "B"] | None, Int32[jax.Array, "B"] | None]
 
 
 class Chunk(NamedTuple):
-    """The static configuration of a call.
+    """The static configuration of `out`, which makes two calls of a kernel.
 
     Attributes:
-      above: query i attends keys j <= i + above.
-      scale: factor of the logits.
-      out_and_lse: computes one of the two calls.
-      shifted: computes attention over all keys by a single call, which has a gradient.
+      above: query i attends keys j <= i + above; at least T.
+      scale: the factor of the products of queries and keys.
+      out_and_lse: runs the kernel for one of the two calls.
+      shifted: computes the same output by a single call, which replaces both for gradients.
     """
 
     above: int
@@ -39,7 +41,8 @@ class Chunk(NamedTuple):
     shifted: Callable[[KernelInputs], Float[jax.Array, "B T N h"]]
 
     def inputs(self, *heads: jax.Array, lengths: Lengths, above: int | None) -> KernelInputs:
-        """The inputs of a call with the causal offset `above`; None: no causal mask."""
+        """The inputs of a call over `heads` (query, key and value) with the causal offset `above`;
+        None: no causal mask."""
         query, key, value = heads
         counts = {"query_lengths": lengths[0], "key_lengths": lengths[1]}
         given = {"left": None, "above": above, "scale": self.scale}
@@ -54,9 +57,8 @@ def out(
     value: Float[jax.Array, "B S K h"],
     lengths: Lengths,
 ) -> Float[jax.Array, "B T N h"]:
-    """The output by two calls: one over the first `above` keys, which all queries attend, and one
-    over the other keys, with a causal mask. If a gradient is computed, `chunk.shifted` replaces
-    both."""
+    """The output by two calls: one over the first `chunk.above` keys, without a causal mask, and
+    one over the other keys, with it. If a gradient is computed, `chunk.shifted` replaces both."""
     above, (B, T), S = chunk.above, query.shape[:2], key.shape[1]
     queries, keys = lengths
 

@@ -1,9 +1,8 @@
 """One call of cuDNN's fused attention and its gradient, through JAX's private functions.
 
-`jax.nn.dot_product_attention(implementation="cudnn")` calls the same two functions. Direct calls
-also give the log-sum-exp in float32, gradients at odd T and S, and gradients under any `jax.vmap`
-(JAX 0.10 supports only a `vmap` over all operands). The calls fit the signatures of JAX 0.10 to
-0.12.
+`jax.nn.dot_product_attention(implementation="cudnn")` calls the same two functions. Unlike it, this
+module gives the log-sum-exp in float32, gradients at odd T and S, and any `jax.vmap` (JAX 0.10
+supports only one over all operands). The calls fit the signatures of JAX 0.10 to 0.12.
 """
 
 import inspect
@@ -22,14 +21,16 @@ from jaxmha.implementations.fused.adapter import Others, fill
 # To compute gradients with a bias, T and S are padded to a multiple of this: at other sizes cuDNN's
 # backward pass is wrong or missing (NaN at 64 modulo 128).
 BIAS_MULTIPLE = 128
-# For gradients, T and S are padded to a multiple of EVEN: JAX rejects gradients at odd T or S, and
-# cuDNN rejects them for a single key. If T or S is not a multiple of SAFE, lengths are given,
-# without which some releases of cuDNN return NaN gradients.
+# For gradients without a bias, T and S are padded to a multiple of EVEN: cuDNN has no gradient for
+# T = S = 1, and `jax.nn` rejects gradients at all odd T or S. For any gradient where T or S is not
+# a multiple of SAFE, lengths are given: without them some releases of cuDNN return NaN.
 EVEN, SAFE = 2, 64
-# Bias of an excluded pair, far below all others: the module `cudnn` clips them to at least -2**40.
+# Bias of an excluded pair. Other entries are at least -2**40 (`cudnn.LOWEST`), so that its weight
+# is 0 in any row with another pair.
 EXCLUDED = -(2.0**41)
-# If the largest bias of a row is this far from 0, `_shift` subtracts it: the gradient computes
-# weights from the log-sum-exp, which at such a size would lose digits of the log of the row sum.
+# If the largest bias of a row has at least this absolute value, it is subtracted from the row: the
+# gradient computes weights from the log-sum-exp, which at such a size would lose digits of the log
+# of the row sum.
 FAR = 2.0**12
 
 
@@ -37,11 +38,13 @@ class Settings(NamedTuple):
     """Static configuration of one call.
 
     Attributes:
-      scale: factor of the logits.
-      causal: whether row i attends keys up to i only.
-      left: in causal calls, the number of keys before i that row i attends; None: all.
-      bias_gradient: whether the bias has a gradient.
-      layout: the axes of queries, keys, values and output: "BTNH" or "BNTH".
+      scale: the factor of the products of queries and keys.
+      causal: True if row i attends keys up to i only.
+      left: the number of keys before i that row i attends; None: all. Only set if `causal` is.
+      bias_gradient: True if there is a bias that needs a gradient, unlike one that only excludes
+        pairs.
+      layout: the axes of queries, keys, values and output: "BTNH", or "BNTH" in calls that are not
+        differentiated.
     """
 
     scale: float
@@ -65,7 +68,7 @@ def out(
     bias: jax.Array | None,
     lengths: Others,
 ) -> jax.Array:
-    """The output; T and S are padded only when a gradient is computed."""
+    """The output, for arrays in `settings.layout`. T and S are padded only for gradients."""
     found: jax.Array = _forward(settings, False, query, key, value, bias, lengths)[0]
     return found
 
@@ -79,7 +82,8 @@ def out_and_lse(
     bias: jax.Array | None,
     lengths: Others,
 ) -> tuple[jax.Array, Float[jax.Array, "B N T"]]:
-    """Output and log-sum-exp. Gradients ignore the cotangent of the lse; `adapter` adds its part."""
+    """Output and log-sum-exp, for arrays in `settings.layout`. Gradients ignore the cotangent of
+    the log-sum-exp, whose part `adapter.out_and_lse` adds."""
     found, lse = _forward(settings, True, query, key, value, bias, lengths)
     return found, lse
 
@@ -123,8 +127,9 @@ def _save(
 def _shift(
     settings: Settings, bias: Float[jax.Array, "b n T S"], lengths: Others
 ) -> Float[jax.Array, "b n T 1"]:
-    """The largest bias among the keys of each row if it is at least FAR from 0, else 0. Subtracting
-    it does not change the softmax. Sequences that share a bias share the shift."""
+    """The largest bias of each row within bounds and key lengths if its absolute value is at least
+    FAR, else 0. Subtracting it from the row does not change the softmax. If batch rows share the
+    bias (b = 1), they share the shift, within the largest key length."""
     T, S = bias.shape[2:]
     i, j = jnp.arange(T).reshape(1, 1, T, 1), jnp.arange(S).reshape(1, 1, 1, S)
     within = j >= 0
@@ -157,7 +162,7 @@ out_and_lse.defvjp(_save, lambda settings, saved, grads: _pull(settings, saved, 
 
 
 def _forward(settings: Settings, lse: bool, *operands: Any) -> Any:
-    """Output and log-sum-exp; None instead of the log-sum-exp if `lse` is False."""
+    """Output and log-sum-exp (None if `lse` is False) from query, key, value, bias and lengths."""
 
     def call(query: Any, key: Any, value: Any, bias: Any, lengths: Others) -> Any:
         from jax._src.cudnn import fused_attention_stablehlo as private
@@ -183,8 +188,8 @@ def _forward(settings: Settings, lse: bool, *operands: Any) -> Any:
 
 
 def _backward(settings: Settings, *operands: Any) -> Grads:
-    """Gradients of queries, keys, values and bias from the operands of the call, its output, its
-    log-sum-exp, and the cotangent of its output."""
+    """Gradients of query, key, value and bias (None without `bias_gradient`) from query, key,
+    value, bias, lengths, output, log-sum-exp and the cotangent of the output."""
 
     def call(
         query: Any, key: Any, value: Any, bias: Any, lengths: Others, out: Any, lse: Any, d_out: Any
@@ -202,7 +207,7 @@ def _backward(settings: Settings, *operands: Any) -> Grads:
             "layout": private._normalize_layout(settings.layout).value,
             "sliding_window_length": None if settings.left is None else settings.left + 1,
         }
-        # The last two parameters of the rule are residuals and cotangent, the others are static.
+        # The last two parameters of JAX's rule are residuals and cotangent, the others are static.
         names = [*inspect.signature(rule).parameters][:-2]
         score_mod = ((),) * ("score_mod" in names)  # JAX 0.12 reads residuals of a score_mod: none
         given = (unused if bias is None else bias, *(lengths or (unused, unused)))
@@ -218,8 +223,8 @@ def _backward(settings: Settings, *operands: Any) -> Grads:
 
 
 def _letters(settings: Settings, bias: Any, lengths: Others) -> tuple[Any, ...]:
-    """The axes of queries, keys, values, bias and lengths, by which XLA partitions a call. JAX's
-    own rule supports neither heads before positions nor keys and values sharded unlike queries."""
+    """The axes of query, key, value, bias and lengths, in the letters of `partitioned.run`, which
+    splits a call over devices. JAX's own rule rejects keys and values sharded unlike queries."""
     query, key = ("b.n.", "b.k.") if settings.layout == "BTNH" else ("bn..", "bk..")
     added, counts = None if bias is None else "bn..", None if lengths is None else ("b", "b")
     return query, key, key, added, counts
@@ -235,7 +240,11 @@ def _mask_type(settings: Settings, lengths: Others) -> Any:
 
 
 def folding(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `call` so that any `jax.vmap` folds the mapped axis into the batch axis."""
+    """Wraps `call` so that any `jax.vmap` folds the mapped axis into the batch axis.
+
+    The batch axis is the first of every operand and result. Only the fourth operand, if it is a
+    bias, may be None or have size 1 there, and so may its gradient, the fourth of four results.
+    """
     mapped: Any = jax.custom_batching.custom_vmap(call)
 
     @mapped.def_vmap  # type: ignore[untyped-decorator]
