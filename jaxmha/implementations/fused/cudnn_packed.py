@@ -19,15 +19,16 @@ from jaxmha.implementations import partitioned
 from jaxmha.implementations.fused.adapter import fill
 from jaxmha.implementations.fused.cudnn_kernel import EVEN, Settings, folding
 
-# Operands and static parameters of the forward and backward primitive, as this module passes them;
-# `unknown` declines a release of JAX whose primitives have others.
+# All operands of JAX's forward primitive, which are the first of its backward primitive, and the
+# static parameters that both have. `unknown` declines a release whose forward primitive has others.
 OPERANDS = ["query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
             "page_table_k", "page_table_v"]  # fmt: skip
 STATIC = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout",
           "sliding_window_length"}  # fmt: skip
 
-# How `partitioned` splits operands over devices, by axis: batch rows `b`, query heads `n`, key/value
-# heads `k`, `.` not at all. QUERY: queries, outputs and log-sum-exp; KEY: keys and values.
+# How `partitioned` splits arrays over devices, by axis: batch rows `b`, query heads `n`, key/value
+# heads `k`, `.` not at all. QUERY is for queries, output, log-sum-exp (`B M1 N T`) and the
+# cotangent of the output; KEY is for keys and values.
 QUERY, KEY = "b.n.", "b.k."
 
 Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -35,8 +36,8 @@ Saved: TypeAlias = tuple[Operands, jax.Array, jax.Array, Callable[..., Any]]
 
 
 def unknown() -> str | None:
-    """The reason why this release of JAX does not serve: its primitives have other operands or
-    parameters; None: it serves."""
+    """The reason why this release of JAX cannot be used here: its forward primitive has other
+    operands or static parameters. None: it can."""
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     found = inspect.signature(private._dot_product_attention_fwd_abstract).parameters
@@ -55,7 +56,11 @@ def out(
     value: Float[jax.Array, "B T K H"],
     ends: Int32[jax.Array, "B M"],
 ) -> Float[jax.Array, "B T N H"]:
-    """The output. Positions after the last sequence form a further sequence."""
+    """The output of attention within packed sequences, causal in each if `settings.causal` is set.
+
+    Sequence m of a batch row has the positions before `ends[:, m]` that no earlier sequence has; an
+    empty one repeats the end before it. Positions after the last sequence form a further sequence.
+    """
     found: jax.Array = _forward(settings, False, query, key, value, ends)[0]
     return found
 
@@ -82,16 +87,16 @@ out.defvjp(_save, _pull)
 
 
 def _with_last(ends: Int32[jax.Array, "B M"], T: int) -> Int32[jax.Array, "B M1"]:
-    """Appends the end T: the positions after the last sequence form a further one."""
+    """Appends the end T, so that the positions after the last sequence form a further one."""
     return jnp.pad(ends, ((0, 0), (0, 1)), constant_values=np.int32(T))
 
 
 def _operands(
     query: jax.Array, key: jax.Array, value: jax.Array, ends: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The operands of the primitives, in the order of `OPERANDS`.
+    """The operands of the primitives, in the order of `OPERANDS`, from the operands of `out`.
 
-    The offset of a sequence is the number of entries before it in the flat array of the batch. The
+    The offset of a sequence is the number of scalars before it in the flat array of the batch. The
     primitive reads one offset more than there are sequences, the end of the batch, and needs an
     array with one entry more per batch row. Lengths get as many entries, though the primitive does
     not read the last ones, so that XLA computes all of these arrays in one kernel.
@@ -129,7 +134,8 @@ def static(settings: Settings) -> dict[str, Any]:
 
 
 def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
-    """Output, and the log-sum-exp as cuDNN's backward pass reads it (None if `lse` is False)."""
+    """Output from query, key, value and ends, and the log-sum-exp that `_backward` reads (None if
+    `lse` is False): that of cuDNN, with a batch axis in front, `B M1 N T`, where M1 = M + 1."""
 
     def call(query: Any, key: Any, value: Any, ends: Any) -> Any:
         from jax._src.cudnn import fused_attention_stablehlo as private
@@ -151,7 +157,8 @@ def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
 
 
 def _backward(settings: Settings, *operands: jax.Array) -> Any:
-    """Gradients of queries, keys and values, from the operands, lse, output and its cotangent."""
+    """Gradients of query, key and value from query, key, value, ends, the log-sum-exp of
+    `_forward`, output and the cotangent of the output."""
 
     def call(query: Any, key: Any, value: Any, ends: Any, lse: Any, out: Any, d_out: Any) -> Any:
         from jax._src.cudnn import fused_attention_stablehlo as private

@@ -1,9 +1,9 @@
-"""cuDNN's fused attention under key padding, whose valid keys may be at any positions.
+"""cuDNN's fused attention under key padding without bounds; valid keys may be at any positions.
 
-Without a gradient, keys and values are read in place: cuDNN's paged attention runs with pages of
-one position each, and its table lists the valid positions. That kernel has no gradient and returns
-no log-sum-exp, so a call with a gradient copies the valid keys to the front. A probe decides
-whether the kernel is right on this machine.
+`in_place` reads keys and values in place: cuDNN's paged attention runs with pages of one position
+each, and its table lists the valid positions. That kernel has no gradient, so that a call with a
+gradient copies the valid keys to the front. `valid_first` does so without a gradient too, for
+callers to whom `unsupported_reason` or the kernel's probe declines `in_place`.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,13 @@ NAME = "cudnn, keys in place"
 # measured.
 MOST_QUERIES = 2048
 Pull: TypeAlias = Callable[[jax.Array], tuple[jax.Array, ...]]
-# Numbers of valid queries and keys.
+# Numbers of valid queries and of valid keys of each batch row.
 Counts: TypeAlias = tuple[Int32[jax.Array, "B"], Int32[jax.Array, "B"]]
 
 
 def unsupported_reason(request: Request) -> str | None:
-    """Returns None if keys and values of a request that cuDNN supports can be read in place, else
-    the reason why they are copied."""
+    """Returns None if `in_place` can compute a request that cuDNN supports, else the reason why its
+    valid keys and values are copied."""
     (_, T, N, H), (_, S, K, h) = request.query.shape, request.value.shape
     if adapter.diagonals(request.mask, T, S) != (None, None):
         return "keys that are sorted are neither causal nor in a window"
@@ -50,7 +50,10 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def counts(valid: Bool[jax.Array, "B S"], queries: Int32[jax.Array, "B"] | None, T: int) -> Counts:
-    """Numbers of valid queries and keys of each batch row; 0 queries if no key is valid."""
+    """Numbers of valid queries and keys of each batch row; 0 queries if no key is valid.
+
+    `valid`: True for valid keys. `queries`: lengths of the queries; None: all T are valid.
+    """
     some = jnp.where(valid, np.int32(T), np.int32(0)).max(1)
     some = some if queries is None else jnp.minimum(queries, some)
     return some, valid.sum(1, dtype=np.int32)
@@ -59,7 +62,8 @@ def counts(valid: Bool[jax.Array, "B S"], queries: Int32[jax.Array, "B"] | None,
 def valid_first(
     arrays: tuple[jax.Array, jax.Array], valid: Bool[jax.Array, "B S"]
 ) -> tuple[jax.Array, jax.Array]:
-    """Moves valid positions to the front, in their order, so that a length excludes the others."""
+    """Moves the valid positions of keys and values to the front, in their order, so that a length
+    excludes the others."""
     order = jnp.argsort(~valid, axis=1, stable=True)
     key, value = (_permuted(x, order) for x in arrays)
     return key, value
@@ -74,7 +78,8 @@ def in_place(
     valid: Bool[jax.Array, "B S"],
     counts: Counts,
 ) -> Float[jax.Array, "B T N H"]:
-    """The output over the valid keys; keys and values are copied only if a gradient is computed."""
+    """The output over the keys where `valid` is True, without bounds. Keys and values are copied
+    only if a gradient is computed. `counts`: the result of the function of that name."""
 
     def call(
         query: jax.Array,
@@ -125,8 +130,11 @@ in_place.defvjp(_save, lambda settings, pull, d_out: (*pull(d_out), None, None))
 
 
 def _table(valid: Bool[jax.Array, "B S"]) -> Int32[jax.Array, "B S"]:
-    """The valid positions of each batch row, as indices into all positions of the batch. The last
-    valid one fills the remaining entries, so that a tile that reads them reads no invalid key."""
+    """The valid positions of each batch row, in order, as indices into all positions of the batch.
+
+    The last valid one fills the remaining entries, so that a tile that reads these reads no invalid
+    key. Rows without valid keys list their position 0, which is not read since no query is valid.
+    """
     B, S = valid.shape
     positions = jnp.arange(S, dtype=np.int32)[None]
     last = jnp.where(valid, positions, np.int32(0)).max(1, keepdims=True)
@@ -136,7 +144,8 @@ def _table(valid: Bool[jax.Array, "B S"]) -> Int32[jax.Array, "B S"]:
 
 @jax.custom_vjp
 def _permuted(x: Shaped[jax.Array, "B S *rest"], order: Int[jax.Array, "B S"]) -> jax.Array:
-    """Permutes axis 1. Its gradient is a gather; that of `take_along_axis` would be a scatter."""
+    """Permutes axis 1 of each batch row by `order`. Its gradient is a gather too; that of
+    `take_along_axis` would be a scatter."""
     return _gather(x, order)
 
 

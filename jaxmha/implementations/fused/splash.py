@@ -26,7 +26,8 @@ INTERPRET = False
 
 
 class Settings(NamedTuple):
-    """Static configuration of one call; `left` and `above` as in `KernelInputs`."""
+    """Static configuration of one call: bounds as in `KernelInputs`, the soft cap of the logits
+    (None: no cap), and whether Pallas interprets the kernel."""
 
     left: int | None
     above: int | None
@@ -67,8 +68,8 @@ def traceable() -> str | None:
 def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
-    `leaks` has no effect: unattended positions are always zeroed, because the kernel multiplies
-    them by weights of 0, and 0 * NaN is NaN.
+    `leaks` has no effect: unattended keys and values are always zeroed, because the kernel
+    multiplies values by weights of 0, and 0 * NaN is NaN.
     """
     ids = _ids(request.mask, request.query.shape[1], request.key.shape[1])
     cap = request.semantics.logits_soft_cap
@@ -76,8 +77,8 @@ def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
 
 
 def _ids(mask: Mask, T: int, S: int) -> Others:
-    """Segment ids as ranks among the query ids, so that -1 is free to mark keys that no query
-    attends; None: the mask has no segments."""
+    """Segment ids of queries and keys, each replaced by its rank among the query ids of its batch
+    row, so that -1 is free for keys whose id no query has. None: the mask has no segments."""
     if mask.query_segments is None or mask.key_value_segments is None:
         return None
     queries, keys = (jnp.asarray(x) for x in (mask.query_segments, mask.key_value_segments))
@@ -110,7 +111,7 @@ def _run(inputs: KernelInputs, ids: Others, soft_cap: float | None, *, lse: bool
     query = fill(query, 1, rows)
     key, value = fill(inputs.key, 1, columns), fill(inputs.value, 1, columns)
     settings = Settings(inputs.left, inputs.above, soft_cap, INTERPRET)
-    # The scale is 1: queries are already scaled, and JAX differentiates that scaling.
+    # The scale of the kernel is 1, since the queries are already scaled; JAX differentiates that.
     kernel = Kernel(_out, _out_and_lse, False, 1.0, settings)
     out, found = adapter.call(kernel, query, key, value, None, ids, lse=lse)
     return out[:, :T], None if found is None else found[:, :, :T]
@@ -172,9 +173,9 @@ def _call(
     return jax.vmap(batch_row)(q, k, v, ids)
 
 
-def _native() -> Any:
-    """Sets the matmul precision "default", the only one that Mosaic supports for bfloat16, whatever
-    JAX's configuration is."""
+def _default_precision() -> Any:
+    """A context with the matmul precision "default", the only one that Mosaic supports for
+    bfloat16, instead of that of JAX's configuration."""
     return jax.default_matmul_precision("default")
 
 
@@ -187,7 +188,7 @@ def _out(
     bias: None,
     ids: Others,
 ) -> jax.Array:
-    with _native():
+    with _default_precision():
         out: jax.Array = _call(settings, query, key, value, ids, residuals=False)
     return jnp.moveaxis(out, 1, 2)
 
@@ -200,7 +201,7 @@ def _save(
     bias: None,
     ids: Others,
 ) -> tuple[jax.Array, Any]:
-    with _native():
+    with _default_precision():
         out, pull = jax.vjp(
             lambda q, k, v: _call(settings, q, k, v, ids, residuals=False), query, key, value
         )
@@ -208,7 +209,7 @@ def _save(
 
 
 def _pull(settings: Settings, pull: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    with _native():
+    with _default_precision():
         return *pull(jnp.moveaxis(d_out, 2, 1)), None, None
 
 
@@ -223,6 +224,6 @@ def _out_and_lse(
     bias: None,
     ids: Others,
 ) -> tuple[jax.Array, jax.Array]:
-    with _native():
+    with _default_precision():
         out, (lse,) = _call(settings, query, key, value, ids, residuals=True)
     return jnp.moveaxis(out, 1, 2), lse

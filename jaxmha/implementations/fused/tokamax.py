@@ -1,6 +1,6 @@
 """tokamax's Mosaic and Triton kernels: NVIDIA GPUs, where the package is installed.
 
-They stream biases and masks without materialising them, and h may differ from H.
+They read biases and masks by tiles, without broadcasting these to B N T S, and h may differ from H.
 Source: `tokamax.dot_product_attention` 0.0.17, whose public function returns no log-sum-exp.
 """
 
@@ -24,10 +24,11 @@ BACKENDS: tuple[str, ...] = ("mosaic", "triton")
 BEFORE_HOPPER: tuple[str, ...] = ("triton",)
 # Maximum number of pairs of a dense mask that is computed from segment ids: 1 GiB.
 MOST_PAIRS = 2**30
-# Mosaic kernels load tiles of this many rows and columns of a bias or mask, and nothing smaller:
-# `_whole` pads to whole tiles.
+# Mosaic kernels load only whole tiles of TILE rows and columns of a bias or mask that has both
+# axes, so that T and S are padded to multiples of it then.
 TILE = 64
-# Stands for -inf in a bias, because -inf gives NaN in fully masked rows; far below other entries.
+# Replaces -inf in a bias, because -inf gives NaN in fully masked rows. It excludes a pair only if
+# another entry of the row is far above it.
 EXCLUDED = -(2.0**41)
 
 
@@ -67,12 +68,13 @@ def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
     `leaks`: which unattended keys and values affect the results in this release of tokamax, because
-    it multiplies them by weights of 0, and 0 * NaN is NaN. It holds only for masks by lengths or a
-    dense mask; in other calls all unattended keys and values are zeroed.
+    it multiplies them by weights of 0, and 0 * NaN is NaN. With a bias, key padding or segments,
+    all unattended keys and values are zeroed instead.
     """
     cap, mask = request.semantics.logits_soft_cap, request.mask
-    # All unattended keys and values are zeroed with a bias, because NaN plus a bias is NaN, and
-    # with padding or segments, because the probe tries no dense mask made from these.
+    # Where `leaks` does not hold, all unattended keys and values are zeroed: with a bias, because
+    # NaN plus a bias is NaN, and with key padding or segments, because these become a dense mask,
+    # while the probe of such requests has cases without one.
     unknown = request.bias, mask.key_value_padding, mask.query_segments
     if any(x is not None for x in unknown):
         leaks = EVERYTHING_LEAKS
@@ -97,9 +99,9 @@ def _run(inputs: KernelInputs, soft_cap: float | None) -> jax.Array:
     if inputs.conditions.keys is not None:
         keys = inputs.conditions.keys[:, None, None]
         mask = keys if mask is None else mask & keys
-    # Next to a mask, causality is given as a window. With `is_causal`, a row that mask and
-    # causality together mask fully has NaN gradients, because row max is subtracted from -inf
-    # before masking.
+    # Next to a mask, causality is given as a window: with `is_causal`, tokamax subtracts the row
+    # max from -inf before masking, and so has NaN gradients in rows that the mask and causality
+    # together mask fully.
     is_causal = above == 0 and left is None and mask is None
     window = None
     if not is_causal and (left, above) != (None, None):
@@ -130,7 +132,7 @@ def _run(inputs: KernelInputs, soft_cap: float | None) -> jax.Array:
 
 
 def _whole(x: jax.Array | None, axis: int) -> Any:
-    """Pads an axis with zeros to a multiple of TILE, unless it broadcasts."""
+    """Pads an axis with zeros to a multiple of TILE, unless it has size 1 or `x` is None."""
     if x is None or x.shape[axis] == 1:
         return x
     return adapter.fill(x, axis, -(-x.shape[axis] // TILE) * TILE)

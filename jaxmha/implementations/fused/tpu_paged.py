@@ -21,14 +21,14 @@ from jaxmha.implementations.probe_cases import Kind
 
 NAME = "tpu, paged"
 # Features per head are a multiple of FEATURES, and tokens per page one of TOKENS, as layouts of
-# bfloat16 need; one step of the kernel reads at most KEYS keys.
+# bfloat16 need; one step of the kernel reads one page, or several with at most KEYS tokens
+# together.
 FEATURES, TOKENS, KEYS = 128, 16, 512
 
 
 def unsupported_reason(request: Request) -> str | None:
-    """Returns None if the kernel can compute a request, else the reason why not.
-
-    Key and value of the request are `B S K _`, although the cache is paged.
+    """Returns None if the kernel can compute a request with pages of some size, else the reason why
+    not. Key and value of the request are `B S K _`, although the cache is paged.
     """
     (_, T, _, H), h, mask = request.query.shape, request.value.shape[3], request.mask
     semantics, softmax_dtype = request.semantics, request.semantics.softmax_dtype
@@ -52,15 +52,16 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def failure(request: Request, page: int) -> str | None:
-    """Why the kernel cannot compute a request here, or None; `page`: the tokens of a page."""
+    """The reason why the kernel cannot compute a request here, with pages of `page` tokens; None:
+    it can. If a TPU is present, the kernel is probed."""
     reason = unsupported_reason(request)
     if reason is None and page % TOKENS:
         reason = f"pages must have a multiple of {TOKENS} tokens, got {page}"
     if reason is not None or not platforms.current().present:
         return reason or probe.disabled()
     H = request.query.shape[3]
-    # Unlike cuDNN's kernels, this one may let slots after the last token affect the output: on a
-    # TPU, the cache itself zeroes them.
+    # Unlike cuDNN's kernels, this one may let slots after the last token affect the output, so that
+    # the leaks which its probe finds do not matter: on a TPU, the cache itself zeroes these slots.
     attend = partial(cudnn_cached.attend, paged=True, one=out)
     return probe.failure(
         NAME, attend, unsupported_reason, Kind("bfloat16", heads=(H, H), queries=1)
@@ -73,8 +74,8 @@ def out(
     lengths: Int[jax.Array, "B"],
     scale: float,
 ) -> Float[jax.Array, "B 1 N H"]:
-    """The output of one query per sequence over the first `lengths` tokens. Entries of -1 in the
-    table are not read."""
+    """The output of one query per sequence over the first `lengths` tokens; undefined for length 0.
+    Pages that the table lists beyond the lengths, such as -1, are not read."""
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
     (B, _, N, H), (P, K, page, _) = query.shape, stored.keys.shape
@@ -104,6 +105,7 @@ def out(
 
 
 def _pages_of_a_step(count: int, page: int) -> int:
-    """How many pages one step of the kernel reads: the largest divisor of `count`, the pages of a
-    sequence, with at most KEYS tokens, or 1."""
+    """The number of pages that one step of the kernel reads: the largest divisor of `count`, the
+    pages of a sequence, with at most KEYS tokens at `page` tokens each; 1 if no divisor has so
+    few."""
     return max(x for x in range(1, count + 1) if count % x == 0 and (x == 1 or x * page <= KEYS))
