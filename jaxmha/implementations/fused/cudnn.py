@@ -39,9 +39,10 @@ FEW_QUERIES = 64
 # excluded pairs. cuDNN computes in base 2: in a row whose entries are all the lowest bfloat16,
 # float32 overflows and the output is wrong (by 0.12 of the largest value on an H100, cuDNN 9.19).
 LOWEST = -(2.0**40)
-# Under key padding with bounds, one more feature excludes invalid keys: it is BARRIER in queries
-# (-BARRIER if the scale is not positive), -BARRIER in invalid keys and 0 in valid ones, and so adds
-# -abs(scale) * BARRIER**2 to the logits of invalid keys. BARRIER fits float16.
+# Under key padding with bounds, one more feature excludes invalid keys where `_has_barrier` allows
+# it. It is BARRIER in queries (-BARRIER if the scale is not positive), -BARRIER in invalid keys and
+# 0 in valid ones, and so adds -abs(scale) * BARRIER**2 to the logits of invalid keys. BARRIER fits
+# float16.
 BARRIER = 2.0**15
 
 
@@ -155,8 +156,8 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
     if request.return_lse and leaks.gradients:
         leaks = leaks._replace(gradients=EVERYTHING_LEAKS.gradients)
     run = partial(_run, lse=request.return_lse, in_place=in_place)
-    # `leaks` holds only where lengths exclude keys. A bias or BARRIER may exclude them elsewhere,
-    # and NaN plus either is NaN, so that all unattended keys and values are zeroed there.
+    # `leaks` holds only where lengths and bounds alone exclude keys. A bias or BARRIER may exclude
+    # them elsewhere, and NaN plus either is NaN, so that all unattended keys and values are zeroed.
     return adapter.attend(request, run, beyond_lengths=leaks)
 
 

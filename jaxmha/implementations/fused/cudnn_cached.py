@@ -126,7 +126,7 @@ def _call(
         if lse:
             return cudnn_kernel.out_and_lse(settings, query, keys, values, None, counts)
         return cudnn_kernel.out(settings, query, keys, values, None, counts), None
-    # JAX's own partitioning rule would shard pages like batch rows, but a row may list any pages.
+    # JAX's own partitioning rule would shard pages like batch rows, but a sequence may list any.
     found: OutAndLse = partitioned.run(
         partial(_of_pages, scale=scale, lse=lse),
         (query, keys, values, table, *counts),

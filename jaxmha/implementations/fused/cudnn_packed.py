@@ -146,7 +146,9 @@ def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
         )
         if not lse:
             return found[0], None
-        B = query.shape[0]  # cuDNN joins batch rows and sequences, but `folding` needs a batch axis
+        # The log-sum-exp of cuDNN has one axis for all sequences of all batch rows, but `folding`
+        # needs a batch axis.
+        B = query.shape[0]
         return found[0], found[1].reshape(B, -1, *found[1].shape[1:])
 
     # Each device computes its own offsets: they count the positions of its own batch rows.
