@@ -258,7 +258,7 @@ def test_command_draws_a_block(folder: Path) -> None:
         (("no.npz", "--output", "{}/no/x.png"), "no such folder"),
         (("weights.npz", "--causal"), "--inputs"),
         (("batch.npz",), "a (2, 5, 7, 7), b (5, 7, 7)"),
-        (("batch.npz", "--array", "a"), "2 batch rows by batch= (--batch)"),
+        (("batch.npz", "--array", "a"), "2 batch rows by --batch"),
         (("batch.npz", "--array", "a", "--batch", "5"), "expected batch from 0 to 1, got 5"),
         (("layer.safetensors",), "--inputs"),
         (("layer.safetensors", "--inputs", "{}/weights.npz", "--num-heads", "4"), "query"),

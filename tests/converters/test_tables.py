@@ -103,7 +103,7 @@ def test_match_rounds_to_a_dtype_that_is_asked_for(model: Path, tmp_path: Path) 
     checkpoint.write(target, {name: x.astype(np.float16) for name, x in state.items()})
     wrong = cli("match", model, target, "--to", made)
     assert wrong.exit_code == 2
-    assert "pass dtype='float16' (--dtype float16) to round them" in wrong.stderr
+    assert "pass --dtype float16 to round them" in wrong.stderr
     succeeds("match", model, target, "--to", made, "--dtype", "float16")
     with checkpoint.open(made) as file:
         for name, x in state.items():
