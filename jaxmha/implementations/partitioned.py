@@ -46,7 +46,8 @@ class Placement(NamedTuple):
 
 def may_partition() -> bool:
     """True if XLA's partitioner may split a program that is traced here: for several devices or
-    another machine, and outside `sharding.use` and a `shard_map` over all mesh axes.
+    another machine, and neither inside `sharding.use`, unless all axes that it names are manual
+    already, nor inside a `shard_map` over all mesh axes.
 
     On a mesh of explicit axes alone, types say what is sharded, so that nothing is left to the
     partitioner. JAX also refuses an eager gradient with `custom_partitioning` there.

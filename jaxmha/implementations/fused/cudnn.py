@@ -206,7 +206,8 @@ def _shifted(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
     left = None if left is None else left + above
     # Every row is fully masked: `adapter.attend` replaces the lse of such rows by -inf.
     if T + above <= 0 or (left is not None and left < 0):
-        return jnp.zeros((B, T, N, h), query.dtype), jnp.zeros((B, N, T), np.float32)
+        found = jnp.zeros((B, N, T), np.float32) if lse else None
+        return jnp.zeros((B, T, N, h), query.dtype), found
     bias = inputs.bias
     conditions = inputs.conditions
     array = conditions.array

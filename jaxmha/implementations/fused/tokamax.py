@@ -72,9 +72,9 @@ def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
     all unattended keys and values are zeroed instead.
     """
     cap, mask = request.semantics.logits_soft_cap, request.mask
-    # Where `leaks` does not hold, all unattended keys and values are zeroed: with a bias, because
-    # NaN plus a bias is NaN, and with key padding or segments, because these become a dense mask,
-    # while the probe of such requests has cases without one.
+    # `leaks` is what the probe measured, mostly in calls without a dense mask. It is not known to hold
+    # with a bias (NaN plus a bias is NaN), nor with key padding or segments, which become a dense
+    # mask here. All unattended keys and values are zeroed then.
     unknown = request.bias, mask.key_value_padding, mask.query_segments
     if any(x is not None for x in unknown):
         leaks = EVERYTHING_LEAKS

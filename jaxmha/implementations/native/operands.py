@@ -22,10 +22,10 @@ class Settings(NamedTuple):
       below, above: static bounds, `i - below <= j <= i + above`; FAR: no bound.
       out: dtype of the output of the forward pass.
       gradient: in the forward pass, whether a backward pass will read its row max and row sum.
-      in_parts: whether a call gets only some of the queries or keys. Forward and backward pass may
-        then get different numbers of them, but must round each logit alike, and so sum its products
-        in the same order: kernels that only some sizes have, and that sum in another order, are not
-        used.
+      in_parts: whether there is a gradient, and calls of the forward or the backward pass get only
+        some of the queries or keys. Both passes must round each logit alike, though their calls
+        differ in size, and so sum its products in the same order: kernels that only some sizes
+        have, and that sum in another order, are not used.
     """
 
     scale: float
