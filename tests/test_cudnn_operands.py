@@ -77,3 +77,12 @@ def test_rows_of_an_empty_cache_weigh_nothing(monkeypatch: pytest.MonkeyPatch) -
     query = put(np.zeros((2, 1, 3, 8), np.float32))
     _, lse = cudnn_cached.rows(query, stored, put(np.array([0, 4], np.int32)), 1.0)
     assert lse[:, 0].tolist() == [[-np.inf] * 3, [0.0] * 3]
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_a_bound_that_masks_every_pair_returns_lse_if_asked(lse: bool) -> None:
+    query, key = (put(np.ones((1, n, 1, 8), np.float32)) for n in (3, 5))
+    inputs = KernelInputs(query, key, key, None, NO_CONDITIONS, None, None, None, -3, 1.0)
+    out, found = cudnn._run(inputs, lse=lse, in_place=False)
+    assert not out.any()
+    assert (found is not None) == lse
