@@ -133,7 +133,7 @@ def test_both_passes_know_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(primitives, name, watched)
     gradients = jax.grad(partial(loss, FUNCTIONS["everything"], {}, "native"), (0, 1, 2))
-    # Of a dtype that no other test has: JAX does not trace a program again.
+    # No other test has this dtype: JAX would not trace a program that it has traced before.
     jax.eval_shape(gradients, *arrays("float16"))
     assert ("attend", True) in seen  # and False, where JAX traces it without a gradient
     assert {parts for name, parts in seen if name == "attend_backward"} == {True}

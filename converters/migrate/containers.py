@@ -8,7 +8,6 @@ from pathlib import Path
 
 from jaxmha import __version__, checkpoint
 from jaxmha.checkpoint import writer
-from jaxmha.checkpoint.formats import nnx_values, orbax
 from jaxmha.converters.discovery import hf_config
 from jaxmha.converters.migrate import conversion, destination_metadata, lazy_tensors
 from jaxmha.converters.migrate.conversion import Conversion
@@ -49,11 +48,10 @@ def copy(
         with naming(file.path):
             found = resolve(plan, file)
         settings, notes = destination_metadata.copied(target, plan, file)
-        boxes = file.unboxed and target.suffix == orbax.SUFFIX
-        plain = file.info.keys() - file.unboxed
+        made = lazy_tensors.renamed(found.made, file.unboxed, target)
         written = checkpoint.write(
             destination,
-            lazy_tensors.lazy(nnx_values.boxed(found.made, but=plain) if boxes else found.made),
+            lazy_tensors.lazy(made),
             source=file.files,
             force=force,
             dtype=dtype,

@@ -1,16 +1,19 @@
 """Lazy tensors of the destination; each is computed from the source on demand."""
 
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.checkpoint import Lazy, TensorInfo
+from jaxmha.checkpoint.formats import nnx_values, orbax
 from jaxmha.converters.discovery import layer_layouts
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.layer_layouts import Convention
@@ -61,6 +64,18 @@ class Made(NamedTuple):
 def lazy(made: Mapping[str, Made]) -> Lazy:
     """Wraps tensors for `checkpoint.write`, which reads all sizes first, then tensor by tensor."""
     return Lazy({name: one.info for name, one in made.items()}, lambda name: made[name].load())
+
+
+def renamed(
+    made: Mapping[str, Made], unboxed: frozenset[str], destination: str | os.PathLike[str]
+) -> Mapping[str, Made]:
+    """Tensors by the names from which Flax restores a state: in an orbax destination, values of nnx
+    variables get their ending again. `unboxed`: names of the source that were read without it."""
+    if not unboxed or Path(destination).suffix != orbax.SUFFIX:
+        return made
+    return nnx_values.boxed(
+        made, but={name for name, one in made.items() if not unboxed.issuperset(one.sources)}
+    )
 
 
 class Parts:

@@ -9,7 +9,6 @@ from typing import Any
 from jaxmha import __version__, checkpoint
 from jaxmha.checkpoint import writer
 from jaxmha.checkpoint.errors import printable
-from jaxmha.checkpoint.formats import nnx_values, orbax
 from jaxmha.converters.discovery import (
     attended,
     attention_blocks,
@@ -258,10 +257,7 @@ def convert(
         if resume:
             settings["part"] = part
             settings["resume"] = f"{__version__} {file.digest()} {_what(plan)}"
-        made = found.made
-        if file.unboxed and Path(destination).suffix == orbax.SUFFIX:
-            plain = {n for n, one in made.items() if not file.unboxed.issuperset(one.sources)}
-            made = nnx_values.boxed(made, but=plain)
+        made = lazy_tensors.renamed(found.made, file.unboxed, destination)
         written = checkpoint.write(
             destination,
             lazy_tensors.lazy(made),

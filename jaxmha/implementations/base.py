@@ -81,8 +81,8 @@ class Result(NamedTuple):
 
 
 class Leaks(NamedTuple):
-    """Which keys and values reach a kernel's results although no query attends them: NaN in them,
-    times a weight of 0, is NaN. The arrays that leak are zeroed before the kernel runs.
+    """The unattended keys and values that reach a kernel's results: NaN in them, times a weight of 0,
+    is NaN. They are zeroed before the kernel runs.
 
     Attributes:
       output: 0: neither, 1: values, 2: keys and values affect the output.
